@@ -1,0 +1,1448 @@
+"""SPIRL: learn to play an Atari game in 100,000 steps by looking only at its salient patches.
+
+Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023.
+
+A masked auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it cannot rebuild from the
+patches around it is salient. The frozen encoder embeds the salient patches of each frame, a one-layer Transformer
+pools them, and Data-Efficient Rainbow decides what to do (Fig. 5).
+
+    python spirl_rainbow.py                                                     # the paper's 100K run on Frostbite
+    python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint mae.pt    # another game, pre-trained before
+    python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
+
+Contents, in reading order:
+    1. Arguments      Args, check_args, pick_device
+    2. Environment    make_envs, game_seeds
+    3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
+    4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, encode_patches, ideal_max_ratio
+    5. Replay         Replay
+    6. Agent          NoisyLinear, SalientPatchTransformer, RainbowNetwork, project_distribution, learn
+    7. Evaluation     evaluate, watch_game, draw_policy_attention, save_video
+    8. Files          write_whole, save_mae, load_mae
+    9. Main
+
+Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
+D width of an embedding, T tokens, H attention heads, A actions, Z atoms, E environments.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import ale_py
+import gymnasium as gym
+import matplotlib
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+matplotlib.use("Agg")  # figures go to files: no screen is needed
+import matplotlib.pyplot as plt
+from matplotlib.animation import PillowWriter
+
+gym.register_envs(ale_py)
+
+
+# ------------------------------------------------------------------------------------------------------ 1. Arguments
+
+
+@dataclass
+class Args:
+    env_id: str = "ALE/Frostbite-v5"
+    """the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone"""
+    seed: int = 1
+    """seed of every random stream: weights, masks, collection, training, noise, evaluation"""
+    device: str = "auto"
+    """auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; a named device that is absent is an error"""
+    threads: int = 0
+    """CPU threads that PyTorch uses (0: its own choice); two runs of one thread each beat one run of two"""
+    run_name: str = ""
+    """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
+    capture_video: bool = False
+    """save the final policy's game, salient and attended patches marked, as videos/*.gif"""
+
+    # The masked auto-encoder and its pre-training
+    mae_checkpoint: Path | None = None
+    """a pre-trained mae.pt of the same game and sizes; with it nothing is collected or pre-trained"""
+    mae_frames: int | None = None
+    """frames of random play to pre-train on (Table 6: 5,000 for Frostbite, 50,000 for the others; the default)"""
+    mae_epochs: int = 50
+    """passes over those frames (Table 5); a tenth of them warms the learning rate up (Table 5: 5 of 50)"""
+    mae_batch_size: int = 64
+    """frames a pre-training step (Table 5)"""
+    mae_learning_rate: float = 1e-3
+    """base learning rate; the one used is this * mae_batch_size / 256 (Table 5)"""
+    mae_weight_decay: float = 0.05
+    """AdamW's weight decay on everything but biases and LayerNorm (Table 5)"""
+    mae_mask_ratio: float = 0.75
+    """share of the patches hidden from the encoder in pre-training (Table 5)"""
+    image_size: int = 96
+    """side of the square RGB frames, in pixels (Table 4)"""
+    patch_size: int = 8
+    """side of a patch, in pixels (Table 4)"""
+    encoder_dim: int = 64
+    """width of the encoder and of a patch's embedding (Table 4)"""
+    encoder_depth: int = 3
+    """Transformer layers of the encoder (Table 4)"""
+    encoder_heads: int = 4
+    """attention heads of the encoder (Table 4)"""
+    decoder_dim: int = 128
+    """width of the decoder (Table 4)"""
+    decoder_depth: int = 3
+    """Transformer layers of the decoder (Table 4)"""
+    decoder_heads: int = 8
+    """attention heads of the decoder (Table 4)"""
+
+    # Salient patch selection
+    selection: Literal["dynamic", "fixed"] = "dynamic"
+    """dynamic: as many patches as the frame's Lorenz curve asks for, up to the maximum; fixed: always the maximum"""
+    max_ratio: float | None = None
+    """most patches kept, as a share of all (Table 13: Frostbite 0.35, MsPacman 0.30, Seaquest 0.20, BattleZone 0.30;
+    the default, and mr* of the pre-training frames for any other game)"""
+    lorenz_slope: float = 0.5
+    """slope of the Lorenz curve where dynamic-K cuts it. The paper's 45 degrees would be 1. The authors' code divides
+    the curve's rise over two patches by one patch's step, which makes it 0.5, and 0.5 comes near the paper's mr*"""
+    error_cache_size: int = 2**22
+    """patch errors remembered (ours: 52 MB; a 100K run meets some millions); when full, the oldest are replaced"""
+
+    # The agent
+    padding: Literal["zero", "token", "mask"] = "zero"
+    """what stands in the places of patches that were not selected (Table 14): zeros, a trainable [pad] token, or
+    nothing at all (their attention weight is 0)"""
+    pooling: Literal["cls", "mean"] = "cls"
+    """how patches become one vector a frame (Table 15): a trainable [cls] token's row, or the mean over the patches"""
+    agent_dim: int = 32
+    """width that a patch's embedding is projected to (Table 13)"""
+    agent_heads: int = 8
+    """attention heads of the agent's single Transformer layer (Table 13)"""
+    frame_stack: int = 4
+    """latest frames that the agent sees at once (Table 9)"""
+    hidden_size: int = 256
+    """hidden units of the value and of the advantage stream (Table 10)"""
+    num_atoms: int = 51
+    """atoms of the return distribution (Rainbow, Hessel et al. 2018, Table 1)"""
+    v_min: float = -10.0
+    """smallest return of the distribution (Rainbow, Table 1)"""
+    v_max: float = 10.0
+    """largest return of the distribution (Rainbow, Table 1)"""
+    noisy_std: float = 0.5
+    """sigma_0 of the noisy layers (Rainbow, Table 1)"""
+
+    # Training
+    total_timesteps: int = 100_000
+    """agent steps, of four game frames each (Table 12: 100K; Table 10: 400K)"""
+    learning_starts: int = 1600
+    """uniformly random steps before the first update (Table 10)"""
+    train_frequency: int = 1
+    """steps an update (Table 10: 1 in the 100K setting, 4 in the 400K setting)"""
+    buffer_size: int = 100_000
+    """frames in the replay (Table 10: 100K or 400K)"""
+    batch_size: int = 32
+    """transitions an update (Rainbow: 32)"""
+    n_step: int = 20
+    """steps of a multi-step return (Table 10)"""
+    gamma: float = 0.99
+    """discount a step (Rainbow: 0.99)"""
+    learning_rate: float = 1e-4
+    """Adam's learning rate (Table 10)"""
+    adam_eps: float = 1.5e-4
+    """Adam's epsilon (Rainbow, Table 1)"""
+    max_grad_norm: float = 10.0
+    """the gradient's norm is clipped to this (data-efficient Rainbow)"""
+    target_update_frequency: int = 2000
+    """updates between two copies of the online network into the target network (data-efficient Rainbow)"""
+    priority_exponent: float = 0.5
+    """alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)"""
+    priority_weight: float = 0.4
+    """beta at the first update; it grows linearly to 1 at the last step (Rainbow, Table 1; Table 10)"""
+    max_episode_frames: int = 108_000
+    """game frames after which a game is cut off; its last state still has a value (Table 9)"""
+
+    # Evaluation
+    eval_episodes: int = 50
+    """games of an evaluation, each with a seed of its own (Appendix B.3)"""
+    eval_frequency: int = 0
+    """steps between evaluations, the best median being reported (the 400K setting: 50,000); 0: one, at the end"""
+    eval_epsilon: float = 0.001
+    """share of random actions in evaluation (Rainbow)"""
+
+
+def fail(message):
+    """Print one line about a bad argument to stderr and exit with status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args):
+    """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
+    for name, value in vars(args).items():  # what holds for a field holds for all fields of its kind
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, float) and not math.isfinite(value):
+            fail(f"{flag} is {value}; give a finite number")
+        may_be_zero = name in ("seed", "threads", "learning_starts", "eval_frequency", "eval_epsilon", "gamma",
+                               "mae_weight_decay", "noisy_std", "priority_exponent", "priority_weight")
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, int | float) and name != "v_min" and value < (0 if may_be_zero else 1e-300):
+            fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
+        if isinstance(value, int) and value >= 2**31:
+            fail(f"{flag} is {value}; give a number below 2**31")
+    for name in ("gamma", "mae_mask_ratio", "max_ratio", "priority_exponent", "priority_weight", "eval_epsilon"):
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if value is not None and value > 1:
+            fail(f"{flag} is {value}; give a share of at most 1")
+    known = sorted(name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv"
+                   and name.startswith("ALE/"))
+    if args.env_id not in known:
+        import difflib
+
+        wanted = {name.lower(): name for name in known}
+        full = args.env_id.lower() if args.env_id.lower().startswith("ale/") else f"ale/{args.env_id.lower()}"
+        close = [wanted[name] for name in difflib.get_close_matches(full, wanted, n=3, cutoff=0.3)]
+        fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
+    if args.image_size % args.patch_size:
+        fail(f"--image-size {args.image_size} is not a multiple of --patch-size {args.patch_size}")
+    if args.image_size < 3 * args.patch_size:
+        fail(f"--image-size {args.image_size} holds fewer than 3x3 patches; give at least {3 * args.patch_size}")
+    for part in ("encoder", "decoder", "agent"):
+        width, heads = getattr(args, f"{part}_dim"), getattr(args, f"{part}_heads")
+        if width % heads:
+            fail(f"--{part}-dim {width} is not a multiple of --{part}-heads {heads}")
+        if part != "agent" and width % 4:
+            fail(f"--{part}-dim {width} is not a multiple of 4 (sine and cosine of two axes)")
+    num_patches = (args.image_size // args.patch_size) ** 2
+    if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
+        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
+    if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
+        fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
+    if args.mae_frames is not None and args.mae_frames < args.mae_batch_size:
+        fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
+    if args.v_min >= args.v_max:
+        fail(f"--v-min {args.v_min} is not below --v-max {args.v_max}")
+    if args.num_atoms < 2:
+        fail("--num-atoms 1 cannot hold a distribution; give at least 2")
+    if args.learning_starts <= args.n_step:
+        fail(f"--learning-starts {args.learning_starts} is too early; give more than --n-step {args.n_step}")
+    if args.learning_starts >= args.total_timesteps:
+        fail(f"--learning-starts {args.learning_starts} is not before the end; give less than "
+             f"--total-timesteps {args.total_timesteps}")
+    if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
+        fail(f"--buffer-size {args.buffer_size} is too small; give at least --batch-size + --n-step + --frame-stack "
+             f"= {args.batch_size + args.n_step + args.frame_stack}")
+    if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
+        fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
+    if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
+        fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
+
+
+def pick_device(name):
+    """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        fail(f"--device {name} is not a device; give auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        fail(f"--device {name} is absent: PyTorch sees {torch.cuda.device_count()} CUDA devices; give auto or cpu")
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
+
+
+# ---------------------------------------------------------------------------------------------------- 2. Environment
+
+# Each purpose has random streams of its own, so that evaluating more, say, never changes what training sees.
+COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
+
+
+def make_envs(args, num_envs):
+    """`num_envs` Atari games as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw rewards.
+
+    Table 9. Seeds go to `reset`. `terminations` is set at every life loss and at the game's end; the game's end is the
+    one with `info["lives"] == 0`. After it comes ale-py's autoreset step, which we pre-empt with a seeded reset.
+    """
+    return gym.make_vec(
+        args.env_id,
+        num_envs=num_envs,
+        vectorization_mode="vector_entry_point",  # ale-py's AtariVectorEnv; its defaults are not the paper's
+        img_height=args.image_size,
+        img_width=args.image_size,
+        grayscale=False,
+        stack_num=1,  # the replay stacks: each frame is then embedded and stored once
+        frameskip=4,
+        maxpool=True,
+        noop_max=30,
+        repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
+        reward_clipping=False,  # the learner clips; the score stays raw
+        max_num_frames_per_episode=args.max_episode_frames,
+        full_action_space=False,
+        use_fire_reset=True,
+        episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
+        life_loss_info=True,
+    )
+
+
+def game_seeds(seed, *purpose, num=1):
+    """`num` independent int64 seeds below 2**31 for a purpose: an array (num,) as `AtariVectorEnv.reset` takes it.
+
+    Consecutive integers would make runs with adjacent seeds share all but one of their evaluation games.
+    """
+    return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
+
+
+# ---------------------------------------------------------------------------------------------------------- 3. Model
+
+
+def sincos_positions(dim, side):
+    """Fixed 2-D sine-cosine positions (1 + side**2, dim), a row of zeros for [cls] first, then patches row by row.
+
+    The first half of the width encodes the column, the second half the row, each as [sin | cos].
+    """
+    frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
+    angle = torch.arange(side, dtype=torch.float64)[:, None] * frequency  # (side, dim/4)
+    axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
+    column, row = axis.repeat(side, 1), axis.repeat_interleave(side, 0)  # (N, dim/2) each
+    return torch.cat([torch.zeros(1, dim, dtype=torch.float64), torch.cat([column, row], 1)]).float()
+
+
+class PatchEmbed(nn.Module):
+    """One linear map a patch, kept as the convolution that it is in ViT so that ViT checkpoints load.
+
+    Its stride is its size, so it is applied here to flat patches: only those that are kept are ever embedded.
+    """
+
+    def __init__(self, patch_size, dim):
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, patches):  # (B, T, p*p*3) -> (B, T, D)
+        return F.linear(patches, self.proj.weight.permute(0, 2, 3, 1).flatten(1), self.proj.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention (B, T, D) -> (B, T, D); `mask` (B, T) is False at tokens that nobody may look at."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def project(self, x):
+        """Queries, keys and values of x (B, T, D), each (B, H, T, D/H)."""
+        return self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.project(x)
+        mask = mask[:, None, None, :] if mask is not None else None
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, D/H)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """The two-layer perceptron of a Transformer layer."""
+
+    def __init__(self, dim, ratio=4):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, ratio * dim)
+        self.fc2 = nn.Linear(ratio * dim, dim)
+
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """A pre-LN Transformer layer: x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')) (the paper's Background)."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, heads)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = Mlp(dim)
+
+    def forward(self, x, mask=None):
+        x = x + self.attn(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+def normalize_patches(patches):
+    """Eq. (2): each patch (..., p*p*3) minus its own mean, over its own (unbiased) standard deviation."""
+    mean = patches.mean(-1, keepdim=True)
+    return (patches - mean) / (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def gather_tokens(x, ids):
+    """The tokens ids (B, K) of x (B, T, D): (B, K, D)."""
+    return x.gather(1, ids[..., None].expand(-1, -1, x.shape[2]))
+
+
+class MaskedAutoencoder(nn.Module):
+    """A small MAE (He et al. 2022; Table 4): a narrow encoder that sees some patches, a wider decoder that paints all.
+
+    Module names are facebookresearch/mae's, so its state dicts load. 790,784 trainable parameters at the paper's sizes.
+    """
+
+    def __init__(self, image_size=96, patch_size=8, encoder_dim=64, encoder_depth=3, encoder_heads=4,
+                 decoder_dim=128, decoder_depth=3, decoder_heads=8):
+        super().__init__()
+        self.patch_size, self.side = patch_size, image_size // patch_size
+        self.num_patches = self.side**2
+        self.patch_embed = PatchEmbed(patch_size, encoder_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, encoder_dim))
+        self.register_buffer("pos_embed", sincos_positions(encoder_dim, self.side)[None])  # (1, 1+N, D)
+        self.blocks = nn.ModuleList(Block(encoder_dim, encoder_heads) for _ in range(encoder_depth))
+        self.norm = nn.LayerNorm(encoder_dim, eps=1e-6)
+        self.decoder_embed = nn.Linear(encoder_dim, decoder_dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
+        self.register_buffer("decoder_pos_embed", sincos_positions(decoder_dim, self.side)[None])
+        self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
+        self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
+        self.decoder_pred = nn.Linear(decoder_dim, 3 * patch_size**2)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.cls_token, std=0.02)
+        nn.init.normal_(self.mask_token, std=0.02)
+
+    def patchify(self, frames):
+        """Flat patches (B, N, p*p*3) of frames (B, H, W, 3), row by row, of the same type."""
+        B, p, P = len(frames), self.patch_size, self.side
+        return frames.reshape(B, P, p, P, p, 3).transpose(2, 3).reshape(B, P * P, p * p * 3)
+
+    def encode(self, patches, ids, present=None):
+        """Encoder outputs (B, 1+K, D), [cls] first, for flat patches (B, K, p*p*3) in [0, 1] at the places ids (B, K).
+
+        Patches where `present` (B, K) is False are not looked at by any other; their own rows mean nothing.
+        """
+        x = self.patch_embed(patches) + self.pos_embed[0, 1:][ids]
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        mask = F.pad(present, (1, 0), value=True) if present is not None else None  # [cls] is always there
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x)
+
+    def decode(self, latent, ids):
+        """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K)."""
+        x = self.decoder_embed(latent)  # (B, 1+K, D)
+        places = ids[..., None].expand(-1, -1, x.shape[2])
+        patches = self.mask_token.expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
+        x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
+        for block in self.decoder_blocks:
+            x = block(x)
+        return self.decoder_pred(self.decoder_norm(x[:, 1:]))
+
+    def forward(self, frames, mask_ratio=0.75, generator=None):
+        """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, p*p*3), mask (B, N): 0 keep, 1 removed).
+
+        The loss is over all patches, visible and masked. `generator` draws the masks on the frames' device.
+        """
+        patches = self.patchify(frames).float() / 255
+        noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
+        kept = noise.argsort(1)[:, : int(self.num_patches * (1 - mask_ratio))]  # (B, K), a random subset
+        prediction = self.decode(self.encode(gather_tokens(patches, kept), kept), kept)
+        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
+        return loss, prediction, torch.ones_like(noise).scatter(1, kept, 0.0)
+
+
+PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
+HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss
+
+
+def collect_random_frames(args, num_frames, num_envs=8):
+    """Frames (num_frames, H, W, 3), a uint8 array, of whole games played uniformly at random in `num_envs` games."""
+    envs = make_envs(args, num_envs)
+    rng = np.random.default_rng([args.seed, COLLECT])
+    games = np.zeros(num_envs, np.int64)  # games finished so far in each environment
+
+    def new_seeds(which):
+        return np.concatenate([game_seeds(args.seed, COLLECT, env, games[env]) for env in which])
+
+    observation, _ = envs.reset(seed=new_seeds(range(num_envs)))
+    frames = np.empty((num_frames, args.image_size, args.image_size, 3), np.uint8)
+    scores, score = [], np.zeros(num_envs)
+    for start in tqdm(range(0, num_frames, num_envs), "collecting frames", unit_scale=num_envs, unit="frame"):
+        frames[start : start + num_envs] = observation[: num_frames - start, 0]
+        actions = rng.integers(envs.single_action_space.n, size=num_envs)
+        observation, reward, terminated, truncated, info = envs.step(actions)
+        score += reward
+        over = (terminated & (info["lives"] == 0)) | truncated  # a mere life loss goes on
+        if over.any():
+            scores += score[over].tolist()
+            score[over] = 0
+            games[over] += 1
+            observation, _ = envs.reset(seed=new_seeds(np.flatnonzero(over)), options={"reset_mask": over})
+    envs.close()
+    if scores:
+        print(f"random play scored {np.mean(scores):.1f} on average over {len(scores)} whole games")
+    return frames
+
+
+def warmup_cosine(step, steps, peak):
+    """Learning rate at a step of `steps`: up in a straight line for a tenth of them, then half a cosine to 0."""
+    warmup = steps / 10
+    if step < warmup:
+        return peak * step / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def pretrain_mae(args, mae, frames, held_out, device, log):
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
+
+    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. Exits with status 1 when
+    the loss is not finite.
+    """
+    frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
+    decayed = [p for p in mae.parameters() if p.ndim > 1]
+    others = [p for p in mae.parameters() if p.ndim <= 1]  # biases and LayerNorm
+    groups = [{"params": decayed, "weight_decay": args.mae_weight_decay}, {"params": others, "weight_decay": 0.0}]
+    peak = args.mae_learning_rate * args.mae_batch_size / 256
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+    order = torch.Generator().manual_seed(int(game_seeds(args.seed, PRETRAIN, 0)[0]))
+    masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, 1)[0]))
+    batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
+    steps, step, held_out_loss = args.mae_epochs * batches, 0, float("nan")
+    progress = tqdm(total=steps * args.mae_batch_size, desc="pre-training", unit="image", unit_scale=True)
+    for epoch in range(args.mae_epochs):
+        shuffled = torch.randperm(len(frames), generator=order)
+        for batch in shuffled[: batches * args.mae_batch_size].split(args.mae_batch_size):
+            for group in optimizer.param_groups:
+                group["lr"] = warmup_cosine(step, steps, peak)
+            loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            value = loss.item()
+            if not math.isfinite(value):
+                sys.exit(f"error: the MAE's loss is {value} at step {step}; try a smaller --mae-learning-rate")
+            log("mae/loss", value, step)
+            progress.update(len(batch))
+        held_out_loss = mae_loss(mae, held_out, args.mae_mask_ratio, args.mae_batch_size)
+        log("mae/held_out_loss", held_out_loss, step)
+        progress.set_postfix(epoch=epoch + 1, loss=f"{value:.4f}", held_out=f"{held_out_loss:.4f}")
+    progress.close()
+    return held_out_loss
+
+
+@torch.no_grad()
+def mae_loss(mae, frames, mask_ratio, batch_size):
+    """Mean loss on uint8 frames (n, H, W, 3) of the MAE's device, under the same masks at every call."""
+    masks = torch.Generator(frames.device).manual_seed(0)
+    losses = [mae(batch, mask_ratio, masks)[0] * len(batch) for batch in frames.split(batch_size)]
+    return (sum(losses) / len(frames)).item()
+
+
+# ------------------------------------------------------------------------------------------------------ 4. Selection
+
+
+def surrounding_patches(side):
+    """surr(i, j): for each of the side**2 patches the ids of the 8 around it (5 on an edge, 3 in a corner), a list."""
+    around = []
+    for row in range(side):
+        for column in range(side):
+            rows = range(max(row - 1, 0), min(row + 2, side))
+            columns = range(max(column - 1, 0), min(column + 2, side))
+            around.append([r * side + c for r in rows for c in columns if (r, c) != (row, column)])
+    return around
+
+
+@torch.no_grad()
+def reconstruction_error_map(mae, frames):
+    """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings, Eq. (3).
+
+    The plain definition, one pass of the whole MAE a patch. `ErrorMapCache` gives the same values far faster.
+    """
+    patches = mae.patchify(frames).float() / 255
+    target = normalize_patches(patches)
+    errors = torch.empty(patches.shape[:2], device=frames.device)
+    for position, around in enumerate(surrounding_patches(mae.side)):
+        ids = torch.tensor(around, device=frames.device).expand(len(frames), -1)
+        rebuilt = mae.decode(mae.encode(gather_tokens(patches, ids), ids), ids)[:, position]  # Eq. (3)
+        errors[:, position] = (rebuilt - target[:, position]).square().mean(1)
+    return errors
+
+
+class ErrorMapCache:
+    """`reconstruction_error_map` of a frozen MAE at a speed that makes a run possible: `cache(frames)` -> (B, N).
+
+    A patch's error depends only on its place and on the pixels of the 3x3 patches around it, and an Atari frame shows
+    mostly neighbourhoods that were seen before. So errors are remembered in a table from (place, pixels) to error, and
+    the MAE runs only on new neighbourhoods, each once, and only as far as the one wanted patch needs:
+      - in the first decoder layer most tokens are [mask] + position, the same for every frame: what they say to each
+        other is computed once, here in the constructor;
+      - in the last decoder layer only the wanted patch asks; its keys and values are folded into its query.
+    The values equal the plain ones up to rounding, unless two neighbourhoods share a 64-bit key: for two at one place
+    the odds are at most 2**-52, so below 2**-16 that a 100K run (some 3 million neighbourhoods) meets it once.
+
+    The table has `size` entries (12 bytes each) in sets of 8; a new entry replaces the oldest of a full set.
+    `behind`, another cache of the same MAE, is asked first and never written to: evaluation reads what training knows
+    and keeps its own findings apart. `lookups` and `misses` count patches.
+    """
+
+    WAYS = 8
+
+    def __init__(self, mae, size=2**22, behind=None):
+        self.mae, self.behind, self.lookups, self.misses = mae, behind, 0, 0
+        device, N = mae.pos_embed.device, mae.num_patches
+        self.sets = max(1, size // self.WAYS)
+        self.keys = torch.zeros(self.sets, self.WAYS, dtype=torch.int64, device=device)
+        self.errors = torch.zeros(self.sets, self.WAYS, device=device)
+        self.oldest = torch.zeros(self.sets, dtype=torch.int64, device=device)  # the entry that is replaced next
+        rng = np.random.default_rng(0)  # a random linear hash modulo 2**64
+        shapes = (3 * mae.patch_size**2,), (3, 3), (mae.side, mae.side)
+        factors = (torch.from_numpy(rng.integers(-(2**63), 2**63, shape)).to(device) for shape in shapes)
+        self.pixel_factor, self.place_factor, self.place_key = factors
+
+        around = surrounding_patches(mae.side)
+        # An edge patch has fewer than 8: its first one is repeated, and the repetitions are looked at by nobody.
+        padded = [ids + ids[:1] * (8 - len(ids)) for ids in around]
+        self.around = torch.tensor(padded, device=device)  # (N, 8)
+        self.present = torch.tensor([[k < len(ids) for k in range(8)] for ids in around], device=device)  # (N, 8)
+        self.same = torch.ones(N, 1 + N, dtype=torch.bool, device=device)  # tokens that are [mask] whatever the frame
+        self.same[:, 0] = False  # [cls] comes from the encoder
+        self.same.scatter_(1, 1 + self.around, False)
+        self._prepare_first_layer()
+
+    @torch.no_grad()
+    def _prepare_first_layer(self):
+        """What the [mask] tokens say to each other in the first decoder layer, for each wanted place."""
+        attn, norm = self.mae.decoder_blocks[0].attn, self.mae.decoder_blocks[0].norm1
+        self.x = self.mae.mask_token + self.mae.decoder_pos_embed  # (1, T, D), T = 1 + N
+        self.q, self.k, self.v = attn.project(norm(self.x))  # (1, H, T, d) each
+        scores = self.q[0] @ self.k[0].transpose(1, 2) * self.q.shape[3] ** -0.5  # (H, T, T)
+        scores = [scores.masked_fill(~same, -math.inf) for same in self.same]  # N of them
+        # Attention over several keys is attention over one key whose score is their log-sum-exp and whose value is
+        # their weighted mean. So the [mask] tokens of a place act as one key.
+        self.mask_score = torch.stack([s.logsumexp(-1, keepdim=True) for s in scores])  # (N, H, T, 1)
+        self.mask_value = torch.stack([s.softmax(-1) @ self.v[0] for s in scores])  # (N, H, T, d)
+
+    def hash(self, frames):
+        """Keys (B, N), int64, of the 3x3 neighbourhoods of uint8 frames (B, H, W, 3)."""
+        patch = (self.mae.patchify(frames) * self.pixel_factor).sum(2)  # (B, N), wraps around at 2**64
+        patch = F.pad(patch.unflatten(1, (self.mae.side, -1)), (1, 1, 1, 1))  # (B, P+2, P+2)
+        around = patch.unfold(1, 3, 1).unfold(2, 3, 1)  # (B, P, P, 3, 3)
+        return ((around * self.place_factor).sum((3, 4)) + self.place_key).flatten(1)
+
+    def lookup(self, keys):
+        """(errors (M,), found (M,)) for keys (M,); an error that was not found is 0."""
+        sets = keys % self.sets
+        match = self.keys[sets] == keys[:, None]  # (M, WAYS)
+        return (self.errors[sets] * match).sum(1), match.any(1)
+
+    def insert(self, keys, errors):
+        """Remember distinct keys (M,) with their errors (M,)."""
+        sets = keys % self.sets
+        ways = self.oldest[sets]
+        self.keys[sets, ways] = keys
+        won = self.keys[sets, ways] == keys  # of two new keys of one set only one is kept
+        self.errors[sets[won], ways[won]] = errors[won]
+        self.oldest[sets] = (ways + 1) % self.WAYS
+
+    @torch.no_grad()
+    def __call__(self, frames):
+        """E (B, N), float32, of uint8 frames (B, H, W, 3) on the MAE's device."""
+        keys = self.hash(frames).flatten()  # (B*N,)
+        errors, found = self.lookup(keys)
+        if self.behind is not None:
+            known, there = self.behind.lookup(keys)
+            errors, found = torch.where(there, known, errors), found | there
+        missing = (~found).nonzero().squeeze(1)
+        if len(missing):
+            new, inverse = keys[missing].unique(return_inverse=True)  # a neighbourhood seen twice is computed once
+            first = torch.full_like(new, len(keys)).scatter_reduce_(0, inverse, missing, "amin")
+            patches = self.mae.patchify(frames)  # (B, N, p*p*3)
+            computed = torch.cat([self.compute(patches, some) for some in first.split(32)])
+            self.insert(new, computed)
+            errors[missing] = computed[inverse]
+            self.misses += len(new)
+        self.lookups += len(keys)
+        return errors.view(len(frames), -1)
+
+    def compute(self, patches, wanted):
+        """Errors (M,) of the wanted (M,) patches, each a frame * N + place, of patches (B, N, p*p*3): Eq. (3)."""
+        mae, N = self.mae, self.mae.num_patches
+        frame, place = wanted // N, wanted % N
+        ids, present = self.around[place], self.present[place]  # (M, 8)
+        seen = patches[frame[:, None], ids].float() / 255
+        # The encoder's 9 tokens, [cls] and the surroundings, are all that is not [mask] in the decoder.
+        changed = mae.decoder_embed(mae.encode(seen, ids, present))  # (M, 9, D)
+        tokens = F.pad(1 + ids, (1, 0))  # (M, 9): their places among the decoder's T tokens
+        changed = changed + mae.decoder_pos_embed[0][tokens]
+        present = F.pad(present, (1, 0), value=True)  # (M, 9)
+
+        # First layer. [mask] tokens look at the other [mask] tokens, as one key, and at the changed ones.
+        block = mae.decoder_blocks[0]
+        q, k, v = block.attn.project(block.norm1(changed))  # (M, H, 9, d) each
+        scores = (self.q * self.q.shape[3] ** -0.5) @ k.transpose(2, 3)  # (M, H, T, 9)
+        scores = scores.masked_fill(~present[:, None, None], -math.inf)
+        weights = torch.cat([self.mask_score[place], scores], 3).softmax(3)
+        looked = weights[..., :1] * self.mask_value[place] + weights[..., 1:] @ v  # (M, H, T, d)
+        # The changed tokens look at all: the [mask] tokens' keys are the constant ones.
+        M = len(wanted)
+        keys = torch.cat([self.k.expand(M, -1, -1, -1), k], 2)  # (M, H, T+9, d)
+        values = torch.cat([self.v.expand(M, -1, -1, -1), v], 2)
+        mask = torch.cat([self.same[place], present], 1)[:, None, None]
+        own = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)  # (M, H, 9, d)
+        looked = looked.transpose(1, 2).flatten(2)  # (M, T, D)
+        places = tokens[..., None].expand(-1, -1, looked.shape[2])
+        looked.scatter_(1, places, own.transpose(1, 2).flatten(2))
+        x = self.x.expand(M, -1, -1).scatter(1, places, changed)
+        x = x + block.attn.proj(looked)
+        x = x + block.mlp(block.norm2(x))
+
+        for block in mae.decoder_blocks[1:-1]:
+            x = block(x)
+        wanted_row = (1 + place)[:, None, None].expand(-1, -1, x.shape[2])
+        one = x.gather(1, wanted_row)  # (M, 1, D)
+        if len(mae.decoder_blocks) > 1:
+            # Last layer, for one query a head. q.(W h + b) = (W^T q).h + a constant, which softmax ignores; and since
+            # the weights sum to 1, the mean of W h + b is W (mean of h) + b. So no key or value is ever formed.
+            block = mae.decoder_blocks[-1]
+            h, H = block.norm1(x), block.attn.heads  # (M, T, D)
+            w_q, w_k, w_v = block.attn.qkv.weight.unflatten(0, (3, H, -1))  # (H, d, D) each
+            b_q, _, b_v = block.attn.qkv.bias.unflatten(0, (3, H, -1))  # (H, d) each
+            q = torch.einsum("mod,hkd->mhk", h.gather(1, wanted_row), w_q) + b_q  # (M, H, d)
+            scores = torch.einsum("mhk,hkd->mhd", q, w_k) @ h.transpose(1, 2)  # (M, H, T)
+            mean = (scores * w_q.shape[1] ** -0.5).softmax(2) @ h  # (M, H, D)
+            looked = torch.einsum("mhd,hkd->mhk", mean, w_v) + b_v  # (M, H, d)
+            one = one + block.attn.proj(looked.flatten(1))[:, None]
+            one = one + block.mlp(block.norm2(one))
+        rebuilt = mae.decoder_pred(mae.decoder_norm(one))[:, 0]  # (M, p*p*3)
+        target = normalize_patches(patches[frame, place].float() / 255)
+        return (rebuilt - target).square().mean(1)
+
+
+def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
+    """Which patches of each frame to keep, for errors (B, N): (patch_ids (B, max_patches), count (B,)), both int64.
+
+    The first count ids of a row are the selected ones, largest error first, the lower id first among equals.
+    Dynamic-K: sort a frame's errors in ascending order and divide by their sum, v_0 ... v_{N-1}. Their running sum
+    over x = n/N is the Lorenz curve. K = N - i for the i whose two-step slope (v_i + v_{i+1}) N/2 is closest to
+    `lorenz_slope` (the smallest such i), among those that keep 2 to max_patches patches; K = 1 where all errors are
+    equal. With `lorenz_slope=None` K is max_patches. Raises ValueError unless 1 <= max_patches <= N.
+    """
+    B, N = errors.shape
+    if not 1 <= max_patches <= N:
+        raise ValueError(f"max_patches is {max_patches}; it must be from 1 to the number of patches, {N}")
+    patch_ids = errors.sort(dim=1, descending=True, stable=True).indices[:, :max_patches]
+    if lorenz_slope is None:
+        return patch_ids, torch.full((B,), max_patches, device=errors.device)
+    ascending = errors.double().sort(dim=1).values
+    v = ascending / ascending.sum(1, keepdim=True)
+    slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1), of the curve at i = 0 ... N-2
+    first = max(1, N - max_patches)
+    if first > N - 2:
+        return patch_ids, torch.ones(B, dtype=torch.int64, device=errors.device)
+    i = first + (slope[:, first:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
+    return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, N - i)
+
+
+@torch.no_grad()
+def encode_patches(mae, frames, patch_ids, count):
+    """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
+
+    The frozen encoder sees [cls] and the selected patches only. Its outputs lose [cls] and get their patch's fixed
+    position added once more: this is what the agent stores and reads.
+    """
+    present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
+    patches = gather_tokens(mae.patchify(frames), patch_ids).float() / 255
+    embeddings = mae.encode(patches, patch_ids, present)[:, 1:] + mae.pos_embed[0, 1:][patch_ids]
+    return embeddings * present[..., None]
+
+
+def ratio_to_patches(ratio, num_patches):
+    """Patches that a maximal ratio keeps: its share of num_patches, rounded down (but 0.29 of 100 is 29, not 28)."""
+    return int(num_patches * ratio + 1e-6)
+
+
+def ideal_max_ratio(counts, num_patches, coverage=0.999):
+    """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of enough frames.
+
+    `counts` holds K of each frame, uncapped; enough is more than `coverage` of them. 0.95 where no ratio does.
+    """
+    counts = torch.as_tensor(counts)
+    for percent in range(5, 100, 5):
+        if (counts <= ratio_to_patches(percent / 100, num_patches)).double().mean() > coverage:
+            return percent / 100
+    return 0.95
+
+
+# The adopted ratios of Table 13.
+PAPER_MAX_RATIO = {
+    "ALE/Frostbite-v5": 0.35,
+    "ALE/MsPacman-v5": 0.30,
+    "ALE/Seaquest-v5": 0.20,
+    "ALE/BattleZone-v5": 0.30,
+}
+
+
+# --------------------------------------------------------------------------------------------------------- 5. Replay
+
+
+class Replay:
+    """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring; stacks are assembled by index.
+
+    A slot holds one frame (of any shape and type), how many of its patches count, the action taken on it, the clipped
+    reward, whether a life or the game ended there, and whether a stack starts there. A stack is blank (count 0) before
+    its start. Everything is on `device`, and no method waits for it.
+
+    Use, for each step: `append` the frame that is seen, act, `complete` it with what followed. After a truncation
+    `append` the game's last frame and call `truncate`. A slot is sampled only once its n-step return is known and
+    while its whole stack is still in the ring.
+    """
+
+    def __init__(self, capacity, frame_shape, dtype, device, frame_stack=4, n_step=20, gamma=0.99, alpha=0.5):
+        self.capacity, self.frame_stack, self.n_step = capacity, frame_stack, n_step
+        self.gamma, self.alpha, self.device = gamma, alpha, device
+        self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype, device=device)
+        self.counts = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.actions = torch.full((capacity,), -1, device=device)  # -1: no action has been taken on this frame
+        self.rewards = torch.zeros(capacity, device=device)
+        self.ended = torch.zeros(capacity, dtype=torch.bool, device=device)
+        self.starts = torch.zeros(capacity, dtype=torch.bool, device=device)
+        self.priorities = torch.zeros(capacity, dtype=torch.float64, device=device)  # p**alpha; 0: not to be sampled
+        self.largest = torch.ones((), dtype=torch.float64, device=device)  # the largest p**alpha so far
+        self.slot = -1  # the newest
+        self.waiting = deque()  # slots, oldest first, whose n-step return is not known yet
+        self.past = torch.arange(1 - frame_stack, 1, device=device)  # -3, -2, -1, 0
+        self.ahead = torch.arange(n_step, device=device)
+
+    def append(self, frame, count, starts):
+        """Store a frame of which `count` patches count; `starts`: the frames before it are another life's."""
+        self.slot = slot = (self.slot + 1) % self.capacity
+        # The oldest stacks reached back to the frame that is overwritten here: unless they start later, they are gone.
+        later = (slot + self.ahead.new_tensor(range(1, self.frame_stack))) % self.capacity
+        reach = (~self.starts[later]).cumprod(0).bool()
+        self.priorities[later] = self.priorities[later].masked_fill(reach, 0.0)
+        self.frames[slot], self.counts[slot], self.starts[slot] = frame, count, starts
+        self.actions[slot], self.rewards[slot], self.ended[slot], self.priorities[slot] = -1, 0.0, False, 0.0
+        if len(self.waiting) == self.n_step:  # this frame is the one that the oldest of them bootstraps from
+            self.priorities[self.waiting.popleft()] = self.largest
+
+    def complete(self, action, reward, ended):
+        """The newest frame's action, clipped reward, and whether a life or the game ended with it."""
+        self.actions[self.slot], self.rewards[self.slot], self.ended[self.slot] = action, reward, ended
+        self.waiting.append(self.slot)
+        if ended:
+            self.truncate()
+
+    def truncate(self):
+        """No step will follow the newest frame: the returns of all slots are known."""
+        while self.waiting:
+            self.priorities[self.waiting.popleft()] = self.largest
+
+    def stacks(self, slots):
+        """The observations that end in slots (B,): frames (B, F, *frame_shape), oldest first, and counts (B, F)."""
+        window = (slots[:, None] + self.past) % self.capacity  # (B, F)
+        same_life = (~self.starts[window[:, 1:]]).flip(1).cumprod(1).flip(1)  # 0 before the latest start
+        return self.frames[window], self.counts[window] * F.pad(same_life, (0, 1), value=1)
+
+    def sample(self, batch_size, beta, generator):
+        """Slots (B,), in proportion to p**alpha, one from each of B equal shares of the mass; weights (B,) float32.
+
+        The weights (1/p)**beta, over the batch's largest, correct for the uneven sampling.
+        """
+        # A cumulative sum and a binary search: at 100K to 400K slots as fast as a sum tree, and in one piece.
+        mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
+        share = torch.arange(batch_size, device=self.device, dtype=torch.float64)
+        share = share + torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
+        at = torch.minimum(share / batch_size * mass[-1], mass[-1].nextafter(mass.new_zeros(())))
+        slots = torch.searchsorted(mass, at, right=True)  # the first slot with more mass than that
+        weights = self.priorities[slots] ** -beta
+        return slots, (weights / weights.max()).float()
+
+    def returns(self, slots):
+        """For slots (B,): actions, sums of discounted rewards, discounts, and slots of the states to bootstrap from.
+
+        With m = min(n, steps to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or
+        0 where a life or the game ended on the way.
+        """
+        window = (slots[:, None] + self.ahead) % self.capacity  # (B, n)
+        goes_on = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # no end before the k-th step
+        taken = goes_on * (self.actions[window] >= 0).cumprod(1)  # (B, n): 1 for k < m
+        steps = taken.sum(1)  # m
+        returns = (self.rewards[window] * taken * self.gamma**self.ahead).sum(1)
+        bootstraps = ~(self.ended[window] & taken.bool()).any(1)
+        return self.actions[slots], returns, self.gamma**steps * bootstraps, (slots + steps) % self.capacity
+
+    def set_priorities(self, slots, priorities):
+        """New priorities p (B,), at least 1e-6, of slots (B,)."""
+        powered = priorities.double().clamp(min=1e-6) ** self.alpha
+        self.priorities[slots] = powered
+        self.largest = torch.maximum(self.largest, powered.max())
+
+
+# ---------------------------------------------------------------------------------------------------------- 6. Agent
+
+
+class NoisyLinear(nn.Module):
+    """A linear layer with factorised Gaussian noise (Fortunato et al. 2018) in training mode, none in eval mode.
+
+    w = mu + sigma * f(e_out) f(e_in)^T and b = mu + sigma * f(e_out), with f(e) = sign(e) sqrt(|e|): one draw, by
+    `resample_noise`, is shared by the batch until the next.
+    """
+
+    def __init__(self, in_features, out_features, sigma0=0.5):
+        super().__init__()
+        bound = in_features**-0.5
+        self.weight_mu = nn.Parameter(torch.empty(out_features, in_features).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full((out_features, in_features), sigma0 * in_features**-0.5))
+        self.bias_mu = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
+        self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))
+        self.register_buffer("noise_in", torch.zeros(in_features))
+        self.register_buffer("noise_out", torch.zeros(out_features))
+
+    def resample_noise(self, generator=None):
+        """Draw f(e_in) and f(e_out) anew; the generator is of the layer's device."""
+        for noise in (self.noise_in, self.noise_out):
+            noise.normal_(generator=generator)
+            noise.copy_(noise.sign() * noise.abs().sqrt())
+
+    def forward(self, x):
+        if not self.training:
+            return F.linear(x, self.weight_mu, self.bias_mu)
+        # w x = mu x + f(e_out) * (sigma (f(e_in) * x)): the noisy weight itself is never formed.
+        noise = F.linear(x * self.noise_in, self.weight_sigma, self.bias_sigma) * self.noise_out
+        return F.linear(x, self.weight_mu, self.bias_mu) + noise
+
+
+class SalientPatchTransformer(nn.Module):
+    """Pools each frame's patches into one vector o_t and concatenates the stack's: (B, F, L, D), (B, F) -> (B, F*dim).
+
+    Table 13: a linear projection, then one pre-LN Transformer layer without residual connections. Its input is the
+    trainable [cls], shared by the frames, and the patches; o_t is the output's [cls] row (`pooling="cls"`) or the
+    mean of its patch rows (`"mean"`, Table 15; zeros where `"mask"` leaves none). Rows of a frame past its count are
+    padding (Table 14), whatever they hold: read as zeros (`"zero"`), as a trainable [pad] (`"token"`), or masked out
+    (`"mask"`). The order of the patches does not matter.
+    """
+
+    def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
+        super().__init__()
+        self.heads, self.padding, self.pooling = heads, padding, pooling
+        if padding == "token":
+            self.pad = nn.Parameter(torch.randn(embed_dim) * 0.02)
+        else:
+            self.register_buffer("pad", torch.zeros(embed_dim), persistent=False)
+        self.project = nn.Linear(embed_dim, dim)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
+        self.norm1 = nn.LayerNorm(dim)
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim, bias=False)  # a bias here adds the same to all scores: softmax ignores it
+        self.value = nn.Linear(dim, dim)
+        self.output = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim)
+
+    def attend(self, embeddings, counts):
+        """Attention weights (B*F, H, T', 1+L) over x (B*F, 1+L, dim); T' is 1, [cls], or the L patches."""
+        present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, F, L)
+        x = self.project(embeddings.to(self.pad.dtype))
+        x = torch.where(present[..., None], x, self.project(self.pad)).flatten(0, 1)
+        x = self.norm1(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))  # (B*F, 1+L, dim)
+        # Rows that are not read are not computed, and [cls] asks the same in every frame. As q.(W x) = (W^T q).x, the
+        # keys need not be formed either.
+        q = self.query(x[:1, :1] if self.pooling == "cls" else x[:, 1:]).unflatten(2, (self.heads, -1))
+        q = torch.einsum("bthk,hkd->bhtd", q, self.key.weight.unflatten(0, (self.heads, -1)))  # (., H, T', dim)
+        scores = q.flatten(1, 2) @ x.transpose(1, 2) * (self.key.out_features / self.heads) ** -0.5
+        if self.padding == "mask":
+            there = F.pad(present.flatten(0, 1), (1, 0), value=True)  # (B*F, 1+L)
+            scores = scores.masked_fill(~there[:, None], -math.inf)
+        return scores.softmax(2).unflatten(1, (self.heads, -1)), x
+
+    def forward(self, embeddings, counts):
+        weights, x = self.attend(embeddings, counts)
+        looked = (weights.flatten(1, 2) @ x).unflatten(1, weights.shape[1:3])  # (B*F, H, T', dim)
+        # The weights sum to 1, so the mean of W x + b is W (mean of x) + b.
+        values = torch.einsum("bhtd,hkd->bthk", looked, self.value.weight.unflatten(0, (self.heads, -1)))
+        z = self.output(values.flatten(2) + self.value.bias)
+        z = self.mlp(self.norm2(z)).unflatten(0, counts.shape)  # (B, F, T', dim)
+        if self.pooling == "cls":
+            return z.flatten(1)
+        if self.padding != "mask":
+            return z.mean(2).flatten(1)
+        present = torch.arange(z.shape[2], device=z.device) < counts[..., None]
+        return ((z * present[..., None]).sum(2) / counts.clamp(min=1)[..., None]).flatten(1)
+
+
+class RainbowNetwork(nn.Module):
+    """Dueling, noisy, distributional Q (Hessel et al. 2018) over a trunk: log-probabilities of returns, (B, A, Z)."""
+
+    def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, num_atoms=51, v_min=-10.0, v_max=10.0,
+                 sigma0=0.5):
+        super().__init__()
+        self.trunk = trunk
+        self.value_hidden = NoisyLinear(trunk_dim, hidden_size, sigma0)
+        self.value_out = NoisyLinear(hidden_size, num_atoms, sigma0)
+        self.advantage_hidden = NoisyLinear(trunk_dim, hidden_size, sigma0)
+        self.advantage_out = NoisyLinear(hidden_size, num_actions * num_atoms, sigma0)
+        self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))  # z_0 ... z_{Z-1}
+
+    def forward(self, frames, counts):
+        o = self.trunk(frames, counts)
+        o = o.detach() + (o - o.detach()) / 2**0.5  # both streams send gradients: scale them (Wang et al. 2016)
+        value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
+        advantage = self.advantage_out(F.relu(self.advantage_hidden(o))).unflatten(1, (-1, len(self.support)))
+        return (value + advantage - advantage.mean(1, keepdim=True)).log_softmax(2)
+
+    def q_values(self, frames, counts):
+        """Expected returns (B, A)."""
+        return (self(frames, counts).exp() * self.support).sum(2)
+
+    def resample_noise(self, generator=None):
+        """Draw the noise of every noisy layer anew."""
+        for layer in (self.value_hidden, self.value_out, self.advantage_hidden, self.advantage_out):
+            layer.resample_noise(generator)
+
+
+def project_distribution(probabilities, returns, discounts, support):
+    """Phi T Z (Bellemare et al. 2017, Eq. 7): returns + discounts * Z put back on the support, (B, Z).
+
+    Z has probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts are (B,). Each shifted atom
+    shares its mass between its two neighbours in proportion to closeness: a triangular kernel, so no index is rounded.
+    """
+    spacing = support[1] - support[0]
+    shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z): T z_j
+    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)  # (B, Z, Z): i takes from j
+    return (kernel @ probabilities[:, :, None]).squeeze(2)
+
+
+def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator):
+    """One update of the online network; returns tensors (0-dimensional): loss, q (mean) and grad_norm."""
+    slots, weights = replay.sample(batch_size, beta, generator)
+    actions, returns, discounts, next_slots = replay.returns(slots)
+    online.resample_noise(generator)
+    target.resample_noise(generator)
+    batch = torch.arange(batch_size, device=slots.device)
+    with torch.no_grad():
+        next_states = replay.stacks(next_slots)
+        best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
+        probabilities = target(*next_states)[batch, best].exp()  # the target network judges  (B, Z)
+        goal = project_distribution(probabilities, returns, discounts, online.support)
+    log_probs = online(*replay.stacks(slots))  # (B, A, Z)
+    divergence = (torch.xlogy(goal, goal) - goal * log_probs[batch, actions]).sum(1)  # KL(target || prediction), (B,)
+    loss = (weights * divergence).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm)
+    optimizer.step()
+    replay.set_priorities(slots, divergence.detach())
+    q = (log_probs.detach()[batch, actions].exp() * online.support).sum(1).mean()
+    return {"loss": loss.detach(), "q": q, "grad_norm": grad_norm}
+
+
+# ----------------------------------------------------------------------------------------------------- 7. Evaluation
+
+
+def evaluate(network, look, make_env, seeds, frame_stack, epsilon, rng, device):
+    """Raw scores, a list, of one whole game for each of seeds (E,), all played at once by a network without noise.
+
+    `look(frames)` turns uint8 frames (B, H, W, 3) on the device into what the network reads of one, (frames (B, *),
+    counts (B,)). `make_env()` makes an environment of one game; each steps in a thread of its own, and a finished game
+    costs nothing. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost life does not blank
+    the stack. The network is left in the mode that it was in.
+    """
+    envs = [make_env() for _ in seeds]
+    observations = [env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)]
+    playing, scores, stacks, counts = list(range(len(envs))), [0.0] * len(envs), None, None
+    was_training = network.training
+    network.eval()
+    progress = tqdm(total=len(envs), desc="evaluating", unit="game")
+    while playing:
+        frames = torch.from_numpy(np.concatenate([observations[i][:, 0] for i in playing])).to(device)
+        seen, count = look(frames)
+        if stacks is None:  # before the game there is nothing to see: count 0
+            stacks = seen.new_zeros(len(envs), frame_stack, *seen.shape[1:])
+            counts = count.new_zeros(len(envs), frame_stack)
+        now = torch.tensor(playing, device=device)
+        stacks[now] = torch.cat([stacks[now, 1:], seen[:, None]], 1)
+        counts[now] = torch.cat([counts[now, 1:], count[:, None]], 1)
+        with torch.no_grad():
+            actions = network.q_values(stacks[now], counts[now]).argmax(1).cpu().numpy()
+        random = rng.integers(envs[0].single_action_space.n, size=len(playing))
+        actions = np.where(rng.random(len(playing)) < epsilon, random, actions)
+        for i, action in zip(playing, actions, strict=True):
+            envs[i].send(action[None])
+        for i in playing.copy():
+            observations[i], reward, terminated, truncated, info = envs[i].recv()
+            scores[i] += float(reward[0])
+            if (terminated[0] and info["lives"][0] == 0) or truncated[0]:
+                playing.remove(i)
+                envs[i].close()
+                progress.update()
+    progress.close()
+    network.train(was_training)
+    return scores
+
+
+@torch.no_grad()
+def watch_game(network, look, env, seed, frame_stack, device):
+    """One whole game of the network without noise or random actions, frame by frame, for figures and videos.
+
+    `look(frames)` gives (embeddings, counts, patch_ids). Returns a list of (frame (H, W, 3) uint8, ids of the selected
+    patches, ids of the attended ones). The attended patches are the fewest that hold 60 % of the attention that [cls]
+    (under mean pooling: the patches) pays to the selected patches, averaged over the heads (Fig. 6).
+    """
+    was_training = network.training
+    network.eval()
+    observation, _ = env.reset(seed=seed)
+    moments, stack, over = [], None, False
+    while not over:
+        embeddings, count, patch_ids = look(torch.from_numpy(observation[:, 0]).to(device))
+        if stack is None:
+            stack = [(torch.zeros_like(embeddings), torch.zeros_like(count))] * frame_stack
+        stack = stack[1:] + [(embeddings, count)]
+        state = [torch.stack(part, 1) for part in zip(*stack, strict=True)]
+        weights, _ = network.trunk.attend(*state)  # (F, H, T', 1+L); the last frame is the newest
+        attention = weights[-1].mean((0, 1))[1 : 1 + int(count)]  # (K,)
+        order = attention.argsort(descending=True)
+        mass = attention[order].cumsum(0) / attention.sum()
+        fewest = int((mass < 0.6).sum()) + 1
+        selected = patch_ids[0, : int(count)].cpu()
+        moments.append((observation[0, 0].copy(), selected.tolist(), selected[order[:fewest].cpu()].tolist()))
+        action = network.q_values(*state).argmax(1).cpu().numpy()
+        observation, _, terminated, truncated, info = env.step(action)
+        over = (terminated[0] and info["lives"][0] == 0) or truncated[0]
+    network.train(was_training)
+    return moments
+
+
+def mark_patches(frame, selected, attended, side, zoom=4):
+    """The frame (H, W, 3) enlarged: selected patches in red squares, attended ones in orange and shaded yellow."""
+    picture = frame.repeat(zoom, 0).repeat(zoom, 1)
+    size = len(picture) // side
+    for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 150, 0))):
+        for i in ids:
+            row, column = i // side * size, i % side * size
+            patch = picture[row : row + size, column : column + size]  # a view: what is painted here stays
+            if colour != (255, 0, 0):
+                patch[:] = (patch * 0.6 + np.array([255, 230, 0]) * 0.4).astype(np.uint8)
+            patch[:2], patch[-2:], patch[:, :2], patch[:, -2:] = colour, colour, colour, colour
+    return picture
+
+
+def draw_policy_attention(moments, side, path, columns=4):
+    """Fig. 6: what the policy looks at, in eight frames spread over a game, as a PNG file."""
+    figure, axes = plt.subplots(2, columns, figsize=(3 * columns, 6.6), layout="constrained")
+    steps = np.linspace(0, len(moments) - 1, axes.size).astype(int)
+    for axis, step in zip(axes.flat, steps, strict=True):
+        frame, selected, attended = moments[step]
+        axis.imshow(mark_patches(frame, selected, attended, side))
+        axis.set_title(f"step {step}: {len(attended)} of {len(selected)} patches", fontsize=12)
+        axis.axis("off")
+    figure.suptitle("Salient patches: red squares. Those that hold 60 % of the policy's attention: yellow", fontsize=14)
+    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
+    plt.close(figure)
+
+
+def save_video(moments, side, path, frames_a_second=15):
+    """The game as a GIF file, salient and attended patches marked."""
+    figure = plt.figure(figsize=(3.84, 3.84), dpi=100)
+    image = figure.add_axes((0, 0, 1, 1)).imshow(mark_patches(*moments[0], side))
+    image.axes.axis("off")
+
+    def write(temporary):
+        writer = PillowWriter(fps=frames_a_second)
+        with writer.saving(figure, f"{temporary}.gif", dpi=100):
+            for moment in moments:
+                image.set_data(mark_patches(*moment, side))
+                writer.grab_frame()
+        os.replace(f"{temporary}.gif", temporary)  # Pillow reads the format off the name
+
+    write_whole(path, write)
+    plt.close(figure)
+
+
+# ---------------------------------------------------------------------------------------------------------- 8. Files
+
+
+def write_whole(path, write):
+    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path, content):
+    """Write `content` to a JSON file, whole; paths become strings."""
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2, default=str) + "\n"))
+
+
+def mae_sizes(args):
+    """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
+    names = ("image_size", "patch_size", "encoder_dim", "encoder_depth", "encoder_heads",
+             "decoder_dim", "decoder_depth", "decoder_heads")
+    return {name: getattr(args, name) for name in names}
+
+
+def plain_args(args):
+    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+
+
+def save_mae(path, mae, args, salient_counts):
+    """Write mae.pt: model, sizes, env_id, args, and K of each pre-training frame with the slope it was counted at."""
+    content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
+               "salient_counts": {"counts": salient_counts, "lorenz_slope": args.lorenz_slope}}
+    write_whole(path, lambda temporary: torch.save(content, temporary))
+
+
+def load_mae(path, mae, args):
+    """Load a checkpoint into `mae` in place; returns its `salient_counts`, or None. Exits with status 2 if it is wrong.
+
+    Takes mae.pt and what facebookresearch/mae and the authors' code save: {"model": state dict, "args": Namespace}.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location=mae.pos_embed.device, weights_only=True)
+        state = content["model"]
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+    except Exception as error:  # a damaged or foreign file can fail in any way
+        fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({str(error).splitlines()[0]}); give a mae.pt")
+    if content.get("env_id", args.env_id) != args.env_id:
+        fail(f"--mae-checkpoint {path} is of {content['env_id']}; give --env-id {content['env_id']} or another file")
+    for name, value in content.get("sizes", {}).items():
+        if value != mae_sizes(args).get(name):
+            fail(f"--mae-checkpoint {path} has {name} {value}; give --{name.replace('_', '-')} {value}")
+    for name, value in mae.state_dict().items():
+        if shapes.get(name) != tuple(value.shape):
+            fail(f"--mae-checkpoint {path}: {name} is {shapes.get(name, 'missing')}, not {tuple(value.shape)}; "
+                 f"give the size flags that it was trained with")
+    mae.load_state_dict(state)
+    return content.get("salient_counts")
+
+
+# ----------------------------------------------------------------------------------------------------------- 9. Main
+
+
+@torch.no_grad()
+def count_salient_patches(error_map, frames, lorenz_slope, device, batch_size=64):
+    """K of each of the uint8 frames (n, H, W, 3), without a maximum: an int64 tensor (n,) on the CPU."""
+    counts = []
+    for start in tqdm(range(0, len(frames), batch_size), "salient patches", unit_scale=batch_size, unit="frame"):
+        errors = error_map(torch.from_numpy(frames[start : start + batch_size]).to(device))
+        counts.append(select_salient_patches(errors, errors.shape[1], lorenz_slope)[1].cpu())
+    return torch.cat(counts)
+
+
+@torch.no_grad()
+def look_at_patches(mae, error_map, frames, max_patches, lorenz_slope, clock=contextlib.nullcontext):
+    """What the agent sees of uint8 frames (B, H, W, 3): embeddings (B, L, D) float16, counts (B,), patch_ids (B, L)."""
+    with clock("error map"):
+        errors = error_map(frames)
+    with clock("encode"):
+        patch_ids, count = select_salient_patches(errors, max_patches, lorenz_slope)
+        return encode_patches(mae, frames, patch_ids, count).half(), count, patch_ids
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    check_args(args)
+    device = pick_device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    seconds = defaultdict(float)  # wall seconds by phase
+
+    @contextlib.contextmanager
+    def clock(phase):
+        start = time.perf_counter()
+        yield
+        seconds[phase] += time.perf_counter() - start
+
+    # The masked auto-encoder, loaded or still to be trained.
+    torch.manual_seed(args.seed)
+    with torch.device(device):
+        mae = MaskedAutoencoder(**mae_sizes(args))
+    slope = args.lorenz_slope if args.selection == "dynamic" else None
+    salient_counts = load_mae(args.mae_checkpoint, mae, args) if args.mae_checkpoint else None
+    max_ratio = args.max_ratio if args.max_ratio is not None else PAPER_MAX_RATIO.get(args.env_id)
+    counted_at = salient_counts["lorenz_slope"] if salient_counts else None
+    if max_ratio is None and args.mae_checkpoint and counted_at != args.lorenz_slope:
+        fail(f"--mae-checkpoint {args.mae_checkpoint} has no salient counts at slope {args.lorenz_slope}, "
+             f"and {args.env_id} no ratio in the paper; give --max-ratio")
+
+    game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
+    name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    run_dir = Path("runs") / name
+    run_dir.mkdir(parents=True)
+    print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
+    write_json(run_dir / "args.json", plain_args(args))
+    writer = SummaryWriter(run_dir)
+
+    if not args.mae_checkpoint:
+        num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+        with clock("collect"):
+            frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
+        with clock("pretrain"):
+            pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, writer.add_scalar)
+    mae.eval().requires_grad_(False)
+    error_map = ErrorMapCache(mae, args.error_cache_size)
+    if not args.mae_checkpoint:
+        with clock("count salient patches"):  # which also fills the table with what random play shows
+            counts = count_salient_patches(error_map, frames[:num_frames], args.lorenz_slope, device)
+        salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
+        del frames
+    save_mae(run_dir / "mae.pt", mae, args, salient_counts)
+    if max_ratio is None:
+        max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
+    max_patches = ratio_to_patches(max_ratio, mae.num_patches)
+    print(f"at most {max_patches} of {mae.num_patches} patches a frame (ratio {max_ratio})")
+
+    # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
+    torch.manual_seed(args.seed)
+    envs = make_envs(args, 1)
+    num_actions = int(envs.single_action_space.n)
+
+    def make_network():
+        with torch.device(device):
+            trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads, args.padding,
+                                            args.pooling)
+            return RainbowNetwork(trunk, args.frame_stack * args.agent_dim, num_actions, args.hidden_size,
+                                  args.num_atoms, args.v_min, args.v_max, args.noisy_std)
+
+    online, target = make_network(), make_network().requires_grad_(False)
+    target.load_state_dict(online.state_dict())
+    optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    replay = Replay(args.buffer_size, (max_patches, args.encoder_dim), torch.float16, device, args.frame_stack,
+                    args.n_step, args.gamma, args.priority_exponent)
+    action_rng = np.random.default_rng([args.seed, ACT])
+    generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
+
+    def remember(observation, starts):
+        """Store what the agent sees of an observation (1, 1, H, W, 3); returns how many patches it has."""
+        frames = torch.from_numpy(observation[:, 0]).to(device)
+        embeddings, count, _ = look_at_patches(mae, error_map, frames, max_patches, slope, clock)
+        with clock("store"):
+            replay.append(embeddings[0], count[0], starts)
+        return count
+
+    def evaluation_scores():
+        """Raw scores of --eval-episodes games: the same games each time, so evaluations differ by the weights alone."""
+        apart = ErrorMapCache(mae, args.error_cache_size, behind=error_map)
+        seeds = game_seeds(args.seed, EVALUATE, num=args.eval_episodes)
+        return evaluate(online, lambda frames: look_at_patches(mae, apart, frames, max_patches, slope)[:2],
+                        lambda: make_envs(args, 1), seeds, args.frame_stack, args.eval_epsilon,
+                        np.random.default_rng([args.seed, EVALUATE]), device)
+
+    games, score, length, updates, recent, evaluations = 0, 0.0, 0, 0, deque(maxlen=10), []
+    best_median, best_weights, training_scores = -math.inf, None, []
+    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
+    count = remember(observation, starts=True)
+    logged_at, logged_step, logged_misses = time.perf_counter(), 0, error_map.misses
+    misses_before = error_map.misses
+    progress = tqdm(range(1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02)
+    for step in progress:
+        if step <= args.learning_starts:
+            action = action_rng.integers(num_actions, size=1)
+        else:
+            with clock("act"), torch.no_grad():
+                state = replay.stacks(torch.tensor([replay.slot], device=device))
+                action = online.q_values(*state).argmax(1).cpu().numpy()
+
+        with clock("environment"):
+            observation, reward, terminated, truncated, info = envs.step(action)
+        score, length = score + float(reward[0]), length + 1
+        ended = bool(terminated[0])  # a life or the game: no reward after it counts
+        over = (ended and info["lives"][0] == 0) or bool(truncated[0])
+        with clock("store"):
+            replay.complete(int(action[0]), float(np.clip(reward[0], -1, 1)), ended)  # Table 9: clipped to [-1, 1]
+        if truncated[0] and not ended:  # cut off, not ended: the last state still has a value
+            remember(observation, starts=False)
+            replay.truncate()
+        if over:
+            games += 1
+            recent.append(score)
+            training_scores.append((step, score))
+            writer.add_scalar("charts/episodic_return", score, step)
+            writer.add_scalar("charts/episodic_length", length, step)
+            score, length = 0.0, 0
+            with clock("environment"):  # a seeded reset in place of the automatic one
+                observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
+        count = remember(observation, starts=ended or over)
+
+        if step > args.learning_starts and step % args.train_frequency == 0:
+            past = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+            beta = args.priority_weight + (1 - args.priority_weight) * past
+            with clock("update"):
+                metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator)
+            updates += 1
+            if updates % args.target_update_frequency == 0:
+                target.load_state_dict(online.state_dict())
+            if updates % 100 == 0:
+                metrics = {name: float(value) for name, value in metrics.items()}
+                if not all(map(math.isfinite, metrics.values())):
+                    sys.exit(f"error: step {step}: {metrics} is not finite; try a smaller --learning-rate")
+                for name, value in metrics.items():
+                    writer.add_scalar({"q": "charts/q"}.get(name, f"losses/{name}"), value, step)
+
+        if step % 100 == 0:
+            now = time.perf_counter()
+            writer.add_scalar("charts/K", int(count), step)
+            writer.add_scalar("charts/steps_per_second", (step - logged_step) / (now - logged_at), step)
+            writer.add_scalar("cache/misses_per_frame", (error_map.misses - logged_misses) / (step - logged_step), step)
+            logged_at, logged_step, logged_misses = now, step, error_map.misses
+            progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games, K=int(count))
+
+        if step == args.total_timesteps or (args.eval_frequency and step % args.eval_frequency == 0):
+            training_misses = error_map.misses
+            with clock("evaluate"):
+                scores = evaluation_scores()
+            evaluations.append({"step": step, "scores": scores})
+            writer.add_scalar("eval/mean", np.mean(scores), step)
+            writer.add_scalar("eval/median", np.median(scores), step)
+            if not args.eval_frequency or np.median(scores) > best_median:
+                best_median = np.median(scores)
+                best_weights = {name: value.cpu().clone() for name, value in online.state_dict().items()}
+                content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step,
+                           "max_patches": max_patches}
+                write_whole(run_dir / "agent.pt", lambda temporary: torch.save(content, temporary))
+            logged_at = time.perf_counter()
+    envs.close()
+    writer.close()
+
+    # The report.
+    reported = max(evaluations, key=lambda e: np.median(e["scores"])) if args.eval_frequency else evaluations[-1]
+    scores = reported["scores"]
+    measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+    write_json(run_dir / "results.json", {
+        "env_id": args.env_id, "method": "spirl", "seed": args.seed, "args": plain_args(args),
+        "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
+        "evaluations": evaluations, "scores": scores, "mean": float(np.mean(scores)),
+        "median": float(np.median(scores)), "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+        "steps": args.total_timesteps, "updates": updates, "games": games, "training_scores": training_scores,
+        "max_patches": max_patches, "misses_per_frame": (training_misses - misses_before) / args.total_timesteps,
+        "seconds": dict(seconds), "device": str(device), "threads": torch.get_num_threads(),
+        "peak_memory_gb": {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, "device": peak},
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in
+                     ("torch", "gymnasium", "ale-py", "numpy")}},
+    })
+    online.load_state_dict(best_weights)
+    apart = ErrorMapCache(mae, args.error_cache_size, behind=error_map)
+    moments = watch_game(online, lambda frames: look_at_patches(mae, apart, frames, max_patches, slope),
+                         make_envs(args, 1), game_seeds(args.seed, EVALUATE), args.frame_stack, device)
+    draw_policy_attention(moments, mae.side, run_dir / "figures" / "policy_attention.png")
+    if args.capture_video:
+        save_video(moments, mae.side, run_dir / "videos" / "policy_attention.gif")
+    print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")
