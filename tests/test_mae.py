@@ -1,0 +1,206 @@
+"""The masked auto-encoder against the paper's tables and against loops written from its equations."""
+
+import argparse
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spirl_rainbow as spirl
+
+
+def count(modules):
+    return sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
+
+
+def test_parameter_counts_are_those_of_table_4():
+    mae = spirl.MaskedAutoencoder()
+    assert count([mae.patch_embed, mae.blocks, mae.norm]) == 162_432
+    assert count([mae.decoder_embed, mae.decoder_blocks, mae.decoder_norm, mae.decoder_pred]) == 628_160
+    assert mae.cls_token.numel() == 64 and mae.mask_token.numel() == 128
+    assert count([mae]) == 790_784
+
+
+def facebook_state_dict():
+    """Random weights under the names and shapes that facebookresearch/mae's models_mae.py gives them."""
+    shapes = {"cls_token": (1, 1, 64), "pos_embed": (1, 145, 64), "mask_token": (1, 1, 128),
+              "decoder_pos_embed": (1, 145, 128), "patch_embed.proj.weight": (64, 3, 8, 8),
+              "patch_embed.proj.bias": (64,), "norm.weight": (64,), "norm.bias": (64,),
+              "decoder_embed.weight": (128, 64), "decoder_embed.bias": (128,), "decoder_norm.weight": (128,),
+              "decoder_norm.bias": (128,), "decoder_pred.weight": (192, 128), "decoder_pred.bias": (192,)}
+    for blocks, dim in (("blocks", 64), ("decoder_blocks", 128)):
+        for i in range(3):
+            for name, out, into in (("attn.qkv", 3 * dim, dim), ("attn.proj", dim, dim),
+                                    ("mlp.fc1", 4 * dim, dim), ("mlp.fc2", dim, 4 * dim)):
+                shapes[f"{blocks}.{i}.{name}.weight"] = (out, into)
+                shapes[f"{blocks}.{i}.{name}.bias"] = (out,)
+            for name in ("norm1", "norm2"):
+                shapes[f"{blocks}.{i}.{name}.weight"] = shapes[f"{blocks}.{i}.{name}.bias"] = (dim,)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_a_facebookresearch_checkpoint_loads(tmp_path):
+    state = facebook_state_dict()
+    torch.save({"model": state, "optimizer": {}, "epoch": 1, "args": argparse.Namespace(lr=1.0)}, tmp_path / "mae.pt")
+    mae = spirl.MaskedAutoencoder()
+    assert spirl.load_mae(tmp_path / "mae.pt", mae, spirl.Args()) is None
+    loaded = mae.state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda content: content["sizes"].update(encoder_depth=2), "give --encoder-depth 2"),
+    (lambda content: content.update(env_id="ALE/Pong-v5"), "give --env-id ALE/Pong-v5"),
+    (lambda content: content["model"].pop("norm.weight"), "norm.weight is missing"),
+    (lambda content: content.pop("model"), "is not a MAE checkpoint"),
+])
+def test_a_wrong_checkpoint_is_refused_in_one_line(tmp_path, capsys, change, message):
+    args, mae = spirl.Args(), spirl.MaskedAutoencoder()
+    spirl.save_mae(tmp_path / "mae.pt", mae, args, None)
+    content = torch.load(tmp_path / "mae.pt", weights_only=True)
+    change(content)
+    torch.save(content, tmp_path / "changed.pt")
+    with pytest.raises(SystemExit) as exit:
+        spirl.load_mae(tmp_path / "changed.pt", mae, args)
+    printed = capsys.readouterr().err
+    assert exit.value.code == 2 and message in printed and printed.count("\n") == 1
+
+
+def test_sincos_positions_against_loops():
+    dim, side = 16, 3
+    positions = spirl.sincos_positions(dim, side)
+    assert positions.shape == (1 + side * side, dim) and not positions[0].any()
+    for row in range(side):
+        for column in range(side):
+            for half, place in ((0, column), (1, row)):  # the column first
+                for k in range(dim // 4):
+                    angle = place / 10000 ** (k / (dim / 4))
+                    got = positions[1 + row * side + column, half * dim // 2 :]
+                    assert got[k] == pytest.approx(math.sin(angle), abs=1e-6)
+                    assert got[dim // 4 + k] == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_patches_are_squares_row_by_row():
+    frames = torch.randint(256, (2, 24, 24, 3), dtype=torch.uint8)
+    patches = spirl.MaskedAutoencoder(image_size=24, patch_size=8).patchify(frames)
+    for i in range(3):
+        for j in range(3):
+            square = frames[:, 8 * i : 8 * i + 8, 8 * j : 8 * j + 8]
+            assert torch.equal(patches[:, 3 * i + j], square.reshape(2, -1))
+
+
+def test_patch_embed_is_the_convolution_that_it_stores():
+    mae = spirl.MaskedAutoencoder(image_size=24)
+    frames = torch.randint(256, (2, 24, 24, 3), dtype=torch.uint8)
+    expected = mae.patch_embed.proj(frames.permute(0, 3, 1, 2).float()).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(mae.patch_embed(mae.patchify(frames).float()), expected, rtol=1e-4, atol=1e-3)
+
+
+def layer_norm(x, module):
+    mean = sum(x) / len(x)
+    variance = sum((value - mean) ** 2 for value in x) / len(x)
+    return [(value - mean) / math.sqrt(variance + 1e-6) * float(w) + float(b)
+            for value, w, b in zip(x, module.weight, module.bias)]
+
+
+def linear(x, module):
+    return [sum(float(w) * value for w, value in zip(row, x)) + float(b)
+            for row, b in zip(module.weight, module.bias)]
+
+
+def oracle_block(X, block, heads):
+    """One Transformer layer as the paper's Background writes it: lists of lists, loops, no tensors."""
+    dim = len(X[0])
+    d = dim // heads
+    projected = [linear(layer_norm(x, block.norm1), block.attn.qkv) for x in X]
+    Z = []
+    for i, x in enumerate(X):
+        concatenated = []
+        for head in range(heads):
+            at = slice(head * d, head * d + d)
+            q, K, V = projected[i][:dim][at], [p[dim : 2 * dim][at] for p in projected], [p[2 * dim :][at] for p in projected]
+            scores = [math.exp(sum(a * b for a, b in zip(q, k)) / math.sqrt(d)) for k in K]
+            concatenated += [sum(s * v[c] for s, v in zip(scores, V)) / sum(scores) for c in range(d)]
+        x = [a + b for a, b in zip(x, linear(concatenated, block.attn.proj))]
+        hidden = [h * 0.5 * (1 + math.erf(h / math.sqrt(2))) for h in linear(layer_norm(x, block.norm2), block.mlp.fc1)]
+        Z.append([a + b for a, b in zip(x, linear(hidden, block.mlp.fc2))])
+    return Z
+
+
+def test_a_block_against_the_papers_equations():
+    torch.manual_seed(0)
+    block = spirl.Block(8, 2)
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    X = torch.randn(5, 8)
+    expected = torch.tensor(oracle_block(X.tolist(), block, 2))
+    with torch.no_grad():
+        torch.testing.assert_close(block(X[None])[0], expected, rtol=1e-4, atol=1e-4)
+        # a masked token is as good as absent
+        mask = torch.tensor([[True, True, False, True, False]])
+        seen = torch.tensor(oracle_block(X[mask[0]].tolist(), block, 2))
+        torch.testing.assert_close(block(X[None], mask)[0, mask[0]], seen, rtol=1e-4, atol=1e-4)
+
+
+def test_the_loss_is_equation_1_over_all_patches():
+    torch.manual_seed(0)
+    mae = spirl.MaskedAutoencoder(image_size=24)
+    frames = torch.randint(256, (2, 24, 24, 3), dtype=torch.uint8)
+    loss, prediction, mask = mae(frames, 0.5, torch.Generator().manual_seed(1))
+    assert prediction.shape == (2, 9, 192) and mask.shape == (2, 9)
+    assert (mask == 0).sum(1).tolist() == [4, 4]  # int(9 * 0.5) kept
+    total = 0.0
+    for b in range(2):
+        for n in range(9):
+            patch = mae.patchify(frames)[b, n].double().numpy() / 255
+            normalised = (patch - patch.mean()) / math.sqrt(patch.var(ddof=1) + 1e-6)  # Eq. (2)
+            total += ((normalised - prediction[b, n].detach().double().numpy()) ** 2).sum() / 192  # Eq. (1)
+    assert loss.item() == pytest.approx(total / 18, rel=1e-5)
+
+
+def test_the_encoder_sees_only_the_kept_patches():
+    torch.manual_seed(0)
+    mae = spirl.MaskedAutoencoder(image_size=24)
+    frames = torch.randint(256, (1, 24, 24, 3), dtype=torch.uint8)
+    _, prediction, mask = mae(frames, 0.5, torch.Generator().manual_seed(1))
+    hidden = int(mask[0].nonzero()[0])
+    changed = frames.clone()
+    row, column = hidden // 3 * 8, hidden % 3 * 8
+    changed[:, row : row + 8, column : column + 8] ^= 255
+    assert torch.equal(mae(changed, 0.5, torch.Generator().manual_seed(1))[1], prediction)
+    kept = int((mask[0] == 0).nonzero()[0])
+    frames[:, kept // 3 * 8, kept % 3 * 8] ^= 255
+    assert not torch.equal(mae(frames, 0.5, torch.Generator().manual_seed(1))[1], prediction)
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero():
+    rates = [spirl.warmup_cosine(step, 1000, 2.0) for step in range(1001)]
+    assert rates[0] == 0 and rates[50] == pytest.approx(1.0) and rates[100] == 2.0 == max(rates)
+    assert rates[550] == pytest.approx(1.0) and rates[1000] == pytest.approx(0.0)  # half a cosine
+
+
+def test_pretraining_on_real_frames_lowers_the_held_out_loss(trained_mae, random_play):
+    before, after = trained_mae.losses
+    assert after < 0.8 < before  # predicting each patch's mean, zero after Eq. (2), would give about 1 or less
+    flat = np.concatenate([frames[-32:] for frames in random_play.values()])
+    patches = trained_mae.patchify(torch.from_numpy(flat)).float() / 255
+    zero = spirl.normalize_patches(patches).square().mean().item()
+    assert after < 0.9 * zero
+
+
+def test_pretraining_stops_at_a_loss_that_is_not_finite(random_play):
+    frames = random_play["ALE/Frostbite-v5"][:128]
+    mae = spirl.MaskedAutoencoder()
+    args = spirl.Args(mae_epochs=10, mae_learning_rate=1e30)
+    with pytest.raises(SystemExit, match="try a smaller --mae-learning-rate"):
+        spirl.pretrain_mae(args, mae, frames, frames[:64], torch.device("cpu"), lambda *scalar: None)
+
+
+def test_held_out_loss_is_measured_under_the_same_masks(trained_mae, random_play):
+    frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][:70])
+    losses = {spirl.mae_loss(trained_mae, frames, 0.75, 64) for _ in range(2)}
+    assert len(losses) == 1
+    assert F.mse_loss(torch.zeros(1), torch.ones(1)) > losses.pop() > 0

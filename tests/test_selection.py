@@ -1,0 +1,232 @@
+"""What is salient: the error map, its cache, dynamic-K, mr* and the embeddings, against loops and on real frames."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import GAMES
+
+import spirl_rainbow as spirl
+
+
+def surroundings(i, j, side):
+    """surr(X_ij): the up to eight patches around (i, j), as places row * side + column."""
+    places = []
+    for k in (i - 1, i, i + 1):
+        for l in (j - 1, j, j + 1):  # noqa: E741
+            if 0 <= k < side and 0 <= l < side and (k, l) != (i, j):
+                places.append(k * side + l)
+    return places
+
+
+def oracle_error_map(mae, frame):
+    """E_ij of one frame, patch by patch: Eq. (3), then the mean squared difference to the normalised patch."""
+    p, side = mae.patch_size, mae.side
+    squares = [[frame[i * p : i * p + p, j * p : j * p + p].reshape(-1).double() / 255 for j in range(side)]
+               for i in range(side)]
+    E = torch.zeros(side, side, dtype=torch.float64)
+    for i in range(side):
+        for j in range(side):
+            places = surroundings(i, j, side)
+            seen = torch.stack([squares[place // side][place % side] for place in places])[None].float()
+            ids = torch.tensor([places])
+            with torch.no_grad():
+                rebuilt = mae.decode(mae.encode(seen, ids), ids)[0, i * side + j].double()
+            patch = squares[i][j]
+            normalised = (patch - patch.mean()) / (patch.var(unbiased=True) + 1e-6).sqrt()
+            E[i, j] = sum((a - b) ** 2 for a, b in zip(normalised.tolist(), rebuilt.tolist())) / len(patch)
+    return E.flatten()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_error_maps_against_loops_on_noise(depth):
+    torch.manual_seed(depth)
+    mae = spirl.MaskedAutoencoder(image_size=32, encoder_depth=2, decoder_depth=depth).eval().requires_grad_(False)
+    for p in mae.parameters():  # larger weights than at the start: attention that is far from uniform
+        p.add_(torch.randn_like(p) * 0.15)
+    frames = torch.randint(256, (3, 32, 32, 3), dtype=torch.uint8)
+    expected = torch.stack([oracle_error_map(mae, frame) for frame in frames])
+    plain, cached = spirl.reconstruction_error_map(mae, frames), spirl.ErrorMapCache(mae)(frames)
+    assert plain.dtype == cached.dtype == torch.float32
+    torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cached, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_error_map_against_loops_on_a_real_frame(trained_mae, random_play):
+    frame = torch.from_numpy(random_play["ALE/Frostbite-v5"][301])
+    expected = oracle_error_map(trained_mae, frame)
+    assert (spirl.reconstruction_error_map(trained_mae, frame[None])[0] - expected).abs().max() < 1e-5
+    assert (spirl.ErrorMapCache(trained_mae)(frame[None])[0] - expected).abs().max() < 1e-5
+
+
+@pytest.fixture(scope="session")
+def plain_maps(trained_mae, random_play):
+    """50 frames of each game, spread over the random play, and their plain error maps."""
+    frames = {game: torch.from_numpy(random_play[game][7::12][:50].copy()) for game in GAMES}
+    return {game: (frames[game], spirl.reconstruction_error_map(trained_mae, frames[game])) for game in GAMES}
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_the_cache_equals_the_plain_map_on_real_games(trained_mae, plain_maps, game):
+    frames, plain = plain_maps[game]
+    cache = spirl.ErrorMapCache(trained_mae)
+    cold = torch.cat([cache(batch) for batch in frames.split(7)])
+    assert 144 <= cache.misses < cache.lookups == 144 * len(frames)  # it has seen most neighbourhoods only once
+    misses = cache.misses
+    warm = cache(frames)
+    assert cache.misses == misses  # nothing was computed again
+    for errors in (cold, warm):
+        assert (errors - plain).abs().max() < 1e-5
+        for max_patches in (28, 50, 144):
+            _, expected = spirl.select_salient_patches(plain, max_patches)
+            _, count = spirl.select_salient_patches(errors, max_patches)
+            for row in (count != expected).nonzero()[:, 0]:  # only where two slopes are as good as equally close
+                slope = lorenz_slopes(plain[row].tolist())
+                distances = [abs(slope[144 - int(k[row])] - 0.5) for k in (count, expected)]
+                assert abs(distances[0] - distances[1]) < 1e-4
+
+
+def test_keys_tell_real_neighbourhoods_apart(trained_mae, random_play):
+    """As many keys as there are different (place, 3x3 pixels), counted as bytes."""
+    cache = spirl.ErrorMapCache(trained_mae, 8)
+    frames = np.concatenate([random_play[game][::40] for game in GAMES])
+    keys, contents = set(), set()
+    for frame in frames:
+        padded = np.pad(frame.astype(np.int16), ((8, 8), (8, 8), (0, 0)), constant_values=-1)
+        for place in range(144):
+            row, column = place // 12 * 8, place % 12 * 8
+            contents.add((place, padded[row : row + 24, column : column + 24].tobytes()))
+        keys.update(cache.hash(torch.from_numpy(frame[None])).flatten().tolist())
+    assert len(keys) == len(contents) > 1000
+
+
+def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps):
+    frames, plain = plain_maps["ALE/MsPacman-v5"]
+    cache = spirl.ErrorMapCache(trained_mae, 256)  # a frame alone has 144
+    for _ in range(2):
+        errors = torch.cat([cache(frame[None]) for frame in frames[:12]])
+        assert (errors - plain[:12]).abs().max() < 1e-5
+    assert cache.keys.numel() == cache.errors.numel() == 256
+    assert cache.misses > 256
+    kept, there = cache.lookup(cache.hash(frames[11:12]).flatten())
+    assert there.float().mean() > 0.5  # what came last is mostly there
+
+
+def test_a_cache_behind_is_read_and_not_written(trained_mae, plain_maps):
+    frames, plain = plain_maps["ALE/Seaquest-v5"]
+    training = spirl.ErrorMapCache(trained_mae)
+    training(frames[:10])
+    keys, errors, misses = training.keys.clone(), training.errors.clone(), training.misses
+    evaluation = spirl.ErrorMapCache(trained_mae, behind=training)
+    assert (evaluation(frames[:20]) - plain[:20]).abs().max() < 1e-5
+    assert torch.equal(training.keys, keys) and torch.equal(training.errors, errors) and training.misses == misses
+    alone = spirl.ErrorMapCache(trained_mae)
+    alone(frames[:20])
+    assert evaluation.misses == alone.misses - misses  # it computed only what training had not seen
+
+
+def test_an_error_depends_on_its_neighbourhood_alone(trained_mae, random_play):
+    frame = torch.from_numpy(random_play["ALE/BattleZone-v5"][:1].copy())
+    other = torch.from_numpy(random_play["ALE/MsPacman-v5"][:1].copy())
+    for i, j in ((0, 0), (0, 7), (5, 6), (11, 11)):
+        mixed = other.clone()
+        rows, columns = slice(max(8 * i - 8, 0), 8 * i + 16), slice(max(8 * j - 8, 0), 8 * j + 16)
+        mixed[:, rows, columns] = frame[:, rows, columns]
+        for error_map in (lambda x: spirl.reconstruction_error_map(trained_mae, x), spirl.ErrorMapCache(trained_mae)):
+            errors = torch.cat([error_map(frame), error_map(mixed)])[:, 12 * i + j]
+            assert abs(errors[0] - errors[1]) < 1e-5
+        touched = frame.clone()
+        touched[:, min(8 * i + 8, 88), j * 8] ^= 255  # one pixel of the patch below (or of the patch itself)
+        errors = torch.cat([spirl.reconstruction_error_map(trained_mae, x) for x in (frame, touched)])[:, 12 * i + j]
+        assert abs(errors[0] - errors[1]) > 1e-7
+
+
+def lorenz_slopes(errors):
+    """Slope of the Lorenz curve over each two steps: (v_i + v_{i+1}) N / 2."""
+    v = [error / sum(errors) for error in sorted(errors)]
+    return [(v[i] + v[i + 1]) * len(v) / 2 for i in range(len(v) - 1)]
+
+
+def oracle_selection(errors, max_patches, lorenz_slope):
+    """Dynamic-K as DESIGN has it, one frame, in loops."""
+    N = len(errors)
+    order = sorted(range(N), key=lambda n: (-errors[n], n))
+    if lorenz_slope is None:
+        return order[:max_patches]
+    if max(errors) == min(errors):
+        return order[:1]
+    slopes, best = lorenz_slopes(errors), None
+    for i in range(max(1, N - max_patches), N - 1):
+        if best is None or abs(slopes[i] - lorenz_slope) < abs(slopes[best] - lorenz_slope):
+            best = i
+    return order[: N - best if best is not None else 1]
+
+
+def check_selection(errors, max_patches, lorenz_slope):
+    patch_ids, count = spirl.select_salient_patches(torch.tensor(errors), max_patches, lorenz_slope)
+    assert patch_ids.shape == (len(errors), max_patches)
+    for row, ids, k in zip(errors, patch_ids.tolist(), count.tolist()):
+        expected = oracle_selection(torch.tensor(row).double().tolist(), max_patches, lorenz_slope)
+        assert ids[:k] == expected
+        assert len(set(ids)) == max_patches
+
+
+@pytest.mark.parametrize("slope", [None, 0.5, 1.0])
+@pytest.mark.parametrize("max_patches", [1, 2, 3, 10, 36])
+def test_selection_against_loops(slope, max_patches):
+    rng = np.random.default_rng(0)
+    check_selection(rng.exponential(size=(50, 36)).tolist(), max_patches, slope)
+    check_selection(rng.integers(1, 4, (50, 36)).astype(float).tolist(), max_patches, slope)  # ties
+    check_selection([[0.3] * 36, [0.0] * 36], max_patches, slope)  # constant: K = 1
+    outlier = [[0.0] * 36, [0.01] * 36]
+    outlier[0][20] = outlier[1][35] = 7.0
+    check_selection(outlier, max_patches, slope)
+
+
+def test_selection_by_hand():
+    # v = 1/16 x4, 2/16, 10/16 (N = 6); slopes over two steps * 3: 6/16, 6/16, 6/16, 9/16, 36/16
+    errors = torch.tensor([[1.0, 10.0, 1.0, 2.0, 1.0, 1.0]])
+    ids, count = spirl.select_salient_patches(errors, 6, 0.5)  # closest to 8/16: 9/16 at i = 3
+    assert count.tolist() == [3] and ids[0, :3].tolist() == [1, 3, 0]
+    _, count = spirl.select_salient_patches(errors, 6, 6 / 16)  # a tie of i = 1 and 2 goes to the smallest
+    assert count.tolist() == [5]
+    for wrong in (0, 7):
+        with pytest.raises(ValueError, match="max_patches"):
+            spirl.select_salient_patches(errors, wrong)
+
+
+def test_selection_on_real_errors(plain_maps):
+    for _, errors in plain_maps.values():
+        for max_patches in (28, 50, 144):
+            check_selection(errors[::10].tolist(), max_patches, 0.5)
+
+
+def test_embeddings_are_the_encoder_on_the_selected_patches_alone(trained_mae, plain_maps):
+    frames, errors = plain_maps["ALE/Frostbite-v5"]
+    patch_ids, count = spirl.select_salient_patches(errors[:6], 50)
+    embeddings = spirl.encode_patches(trained_mae, frames[:6], patch_ids, count)
+    assert embeddings.shape == (6, 50, 64)
+    for frame, ids, k, got in zip(frames, patch_ids, count.tolist(), embeddings):
+        ids = ids[:k][None]
+        patches = (trained_mae.patchify(frame[None]).float() / 255)[:, ids[0]]
+        expected = trained_mae.encode(patches, ids)[0, 1:] + trained_mae.pos_embed[0, 1 + ids[0]]
+        torch.testing.assert_close(got[:k], expected, rtol=1e-4, atol=1e-5)
+        assert not got[k:].any() and k < 50
+
+
+def test_ideal_max_ratio_at_its_boundary():
+    counts = torch.full((10_000,), 7)  # int(144 * 5 %) = 7
+    assert spirl.ideal_max_ratio(counts, 144) == 0.05
+    counts[:9] = 100  # 9,991 of 10,000 is more than 99.9 %
+    assert spirl.ideal_max_ratio(counts, 144) == 0.05
+    counts[:10] = 100  # 9,990 is not: the ratio that holds 100 of 144 is 70 % (100.8)
+    assert spirl.ideal_max_ratio(counts, 144) == 0.70
+    counts[:10] = 101
+    assert spirl.ideal_max_ratio(counts, 144) == 0.75
+    assert spirl.ideal_max_ratio(torch.full((5,), 144), 144) == 0.95
+    assert spirl.ideal_max_ratio([7, 7, 7, 50], 144, coverage=0.7) == 0.05
+
+
+def test_the_papers_ratios_in_patches():
+    kept = [spirl.ratio_to_patches(spirl.PAPER_MAX_RATIO[game], 144) for game in GAMES]
+    assert kept == [50, 43, 28, 43]
+    assert all(spirl.ratio_to_patches(k / n, n) == k for n in (36, 100, 144) for k in range(n + 1))
