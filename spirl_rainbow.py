@@ -646,12 +646,14 @@ class ErrorMapCache:
 
     def insert(self, keys, errors):
         """Remember distinct keys (M,) with their errors (M,)."""
-        sets = keys % self.sets
-        ways = self.oldest[sets]
-        self.keys[sets, ways] = keys
-        won = self.keys[sets, ways] == keys  # of two new keys of one set only one is kept
-        self.errors[sets[won], ways[won]] = errors[won]
-        self.oldest[sets] = (ways + 1) % self.WAYS
+        while len(keys):  # one round but for new keys that share a set: each round stores one of them
+            sets = keys % self.sets
+            ways = self.oldest[sets]
+            self.keys[sets, ways] = keys
+            stored = self.keys[sets, ways] == keys
+            self.errors[sets[stored], ways[stored]] = errors[stored]
+            self.oldest[sets] = (ways + 1) % self.WAYS
+            keys, errors = keys[~stored], errors[~stored]
 
     @torch.no_grad()
     def __call__(self, frames):

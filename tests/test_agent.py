@@ -1,0 +1,300 @@
+"""The agent's network and learning step: equations in loops, invariances, and a problem whose best value is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import spirl_rainbow as spirl
+
+PADDINGS, POOLINGS = ("zero", "token", "mask"), ("cls", "mean")
+
+
+def made_up(B=3, L=6, D=64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, L + 1, (B, 4), generator=generator)
+    counts[0, 0], counts[0, 1] = 0, L  # a blank and a full frame
+    return torch.randn(B, 4, L, D, generator=generator), counts
+
+
+def trunk_of(padding, pooling, scale=1.0):
+    torch.manual_seed(1)
+    trunk = spirl.SalientPatchTransformer(padding=padding, pooling=pooling)
+    with torch.no_grad():
+        for p in trunk.parameters():
+            p.add_(torch.randn_like(p) * 0.1 * scale)
+    return trunk
+
+
+def oracle_trunk(trunk, frame, count, padding, pooling):
+    """o_t of one frame: projection, LN, multi-head attention with keys and values written out, LN, MLP; no residuals."""
+    rows = [trunk.cls_token[0, 0]]
+    for n in range(len(frame)):
+        patch = frame[n]
+        if n >= count:
+            patch = trunk.pad if padding == "token" else torch.zeros(64)
+        if n < count or padding != "mask":
+            rows.append(trunk.project(patch))
+    X = [trunk.norm1(row) for row in rows]
+    d, outputs = 4, []
+    for i in range(len(X)):
+        heads = []
+        for h in range(8):
+            part = slice(h * d, h * d + d)
+            q = trunk.query(X[i])[part]
+            scores = [math.exp((q @ trunk.key(x)[part]).item() / math.sqrt(d)) for x in X]
+            heads.append(sum(s / sum(scores) * trunk.value(x)[part] for s, x in zip(scores, X)))
+        outputs.append(trunk.mlp(trunk.norm2(trunk.output(torch.cat(heads)))))
+    if pooling == "cls":
+        return outputs[0]
+    return sum(outputs[1:]) / (len(outputs) - 1) if len(outputs) > 1 else torch.zeros(32)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_the_trunk_against_loops(padding, pooling):
+    trunk = trunk_of(padding, pooling)
+    embeddings, counts = made_up()
+    with torch.no_grad():
+        got = trunk(embeddings, counts)
+        assert got.shape == (3, 128)
+        for b in range(3):
+            stack = [oracle_trunk(trunk, embeddings[b, f], counts[b, f], padding, pooling) for f in range(4)]
+            torch.testing.assert_close(got[b], torch.cat(stack), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_the_order_of_patches_does_not_matter(padding, pooling):
+    trunk = trunk_of(padding, pooling)
+    embeddings, counts = made_up()
+    shuffled = embeddings.clone()
+    for b in range(3):
+        for f in range(4):
+            k = counts[b, f]
+            shuffled[b, f, :k] = embeddings[b, f, torch.randperm(int(k))]
+    assert not torch.equal(shuffled, embeddings)
+    torch.testing.assert_close(trunk(shuffled, counts), trunk(embeddings, counts), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_what_padded_rows_hold_does_not_matter(padding, pooling):
+    trunk = trunk_of(padding, pooling)
+    embeddings, counts = made_up()
+    other = embeddings.clone()
+    other[torch.arange(6) >= counts[..., None]] = 1e4
+    assert torch.equal(trunk(other, counts), trunk(embeddings, counts))
+    other[1, 0, 0] += 1.0
+    counts[1, 0] = 6
+    assert not torch.equal(trunk(other, counts)[1], trunk(embeddings, counts)[1])
+
+
+def test_mask_padding_ignores_the_number_of_padded_rows_and_zero_padding_does_not():
+    embeddings, counts = made_up()
+    longer = torch.nn.functional.pad(embeddings, (0, 0, 0, 5))
+    mask, zero = trunk_of("mask", "cls"), trunk_of("zero", "cls")
+    torch.testing.assert_close(mask(longer, counts), mask(embeddings, counts), rtol=1e-4, atol=1e-5)
+    assert (zero(longer, counts) - zero(embeddings, counts)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_parameter_learns(padding, pooling):
+    network = spirl.RainbowNetwork(trunk_of(padding, pooling), 128, 5)
+    network.resample_noise()
+    (network(*made_up()) ** 2).sum().backward()
+    unused = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.any()]
+    # under mean pooling [cls] asks nothing, but it is looked at
+    assert unused == []
+    assert ("trunk.pad" in dict(network.named_parameters())) == (padding == "token")
+
+
+def test_noisy_linear_against_the_definition():
+    torch.manual_seed(0)
+    layer = spirl.NoisyLinear(16, 9, sigma0=0.5)
+    assert layer.weight_sigma.unique().item() == pytest.approx(0.5 / 4)  # sigma0 / sqrt(in)
+    assert layer.bias_sigma.unique().item() == pytest.approx(0.5 / 3)  # sigma0 / sqrt(out)
+    generator = torch.Generator().manual_seed(3)
+    layer.resample_noise(generator)
+    generator.manual_seed(3)
+    e_in, e_out = torch.randn(16, generator=generator), torch.randn(9, generator=generator)
+    f_in, f_out = (e.sign() * e.abs().sqrt() for e in (e_in, e_out))
+    x, expected = torch.randn(5, 16), torch.zeros(5, 9)
+    for b in range(5):
+        for o in range(9):
+            expected[b, o] = layer.bias_mu[o] + layer.bias_sigma[o] * f_out[o]
+            for i in range(16):
+                expected[b, o] += (layer.weight_mu[o, i] + layer.weight_sigma[o, i] * f_out[o] * f_in[i]) * x[b, i]
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+    quiet = layer.eval()(x)
+    layer.resample_noise()
+    assert torch.equal(layer(x), quiet) and not torch.equal(layer.train()(x), quiet)
+
+
+def test_the_network_is_dueling_and_its_trunk_gets_a_scaled_gradient():
+    torch.manual_seed(0)
+    network = spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 5).eval()
+    state = made_up()
+    log_probs = network(*state)
+    assert log_probs.shape == (3, 5, 51)
+    torch.testing.assert_close(log_probs.exp().sum(2), torch.ones(3, 5))
+    support = [-10 + 0.4 * i for i in range(51)]
+    q = [[sum(p * z for p, z in zip(row, support)) for row in rows] for rows in log_probs.exp().tolist()]
+    torch.testing.assert_close(network.q_values(*state), torch.tensor(q), rtol=1e-4, atol=1e-5)
+
+    class Through(torch.nn.Module):
+        def forward(self, frames, counts):
+            return frames
+
+    o = network.trunk(*state).detach()
+    network.trunk = Through()
+    given = [o.clone().requires_grad_(True) for _ in range(2)]
+    value = network.value_out(torch.relu(network.value_hidden(given[1])))[:, None]
+    advantage = network.advantage_out(torch.relu(network.advantage_hidden(given[1]))).unflatten(1, (5, 51))
+    outputs = network(given[0], None), (value + advantage - advantage.mean(1, keepdim=True)).log_softmax(2)
+    for out in outputs:
+        (out * torch.arange(51)).sum().backward()
+    torch.testing.assert_close(outputs[0], outputs[1])  # the values are untouched
+    torch.testing.assert_close(given[0].grad, given[1].grad / math.sqrt(2), rtol=1e-4, atol=1e-6)
+
+
+def oracle_projection(probabilities, reward, discount, support):
+    """Algorithm 1 of Bellemare et al. 2017, for one transition."""
+    Z = len(support)
+    spacing = (support[-1] - support[0]) / (Z - 1)
+    m = [0.0] * Z
+    for j in range(Z):
+        shifted = min(max(reward + discount * support[j], support[0]), support[-1])
+        b = (shifted - support[0]) / spacing
+        low, up = math.floor(b + 1e-6), math.ceil(b - 1e-6)  # an atom hit exactly, give or take its rounding
+        if low == up:
+            m[low] += probabilities[j]
+        else:
+            m[low] += probabilities[j] * (up - b)
+            m[up] += probabilities[j] * (b - low)
+    return m
+
+
+def test_the_projection_against_algorithm_1():
+    rng = np.random.default_rng(0)
+    support = torch.linspace(-10, 10, 51)
+    probabilities = torch.tensor(rng.dirichlet(np.full(51, 0.3), 40), dtype=torch.float32)
+    returns = torch.tensor(rng.uniform(-12, 12, 40), dtype=torch.float32)
+    discounts = torch.tensor(rng.choice([0.0, 0.99**20, 0.99, 1.0], 40), dtype=torch.float32)
+    returns[:4] = torch.tensor([0.0, 0.4, 10.0, -10.0])  # exactly on an atom
+    discounts[:4] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    got = spirl.project_distribution(probabilities, returns, discounts, support)
+    exact = [-10 + 0.4 * i for i in range(51)]
+    expected = [oracle_projection(p, r, d, exact)
+                for p, r, d in zip(probabilities.tolist(), returns.tolist(), discounts.tolist())]
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.sum(1), torch.ones(40))
+    torch.testing.assert_close(got[0], probabilities[0], rtol=1e-4, atol=1e-5)  # nothing moves
+
+
+def test_one_update_against_the_equations():
+    """Double Q, the target's distribution, KL priorities and importance weights, one transition at a time."""
+    torch.manual_seed(0)
+    online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
+    replay = spirl.Replay(64, (3, 64), torch.float32, "cpu", 4, 3, 0.9)
+    for t in range(40):
+        replay.append(torch.randn(3, 64), int(torch.randint(4, ())), t in (0, 20))
+        replay.complete(int(torch.randint(4, ())), float(torch.randint(-1, 2, ())), t == 19)
+    generator = torch.Generator().manual_seed(5)
+    slots, weights = replay.sample(8, 0.7, generator)  # what the update will draw
+    online.resample_noise(generator)
+    target.resample_noise(generator)
+    actions, returns, discounts, after = replay.returns(slots)
+    support, losses, priorities = online.support.tolist(), [], {}
+    with torch.no_grad():
+        for b in range(8):
+            now, then = replay.stacks(slots[b : b + 1]), replay.stacks(after[b : b + 1])
+            best = int(online.q_values(*then)[0].argmax())
+            goal = oracle_projection(target(*then)[0, best].exp().tolist(), returns[b].item(), discounts[b].item(), support)
+            prediction = online(*now)[0, actions[b]].tolist()
+            kl = sum(m * (math.log(m) - log_p) for m, log_p in zip(goal, prediction) if m > 0)
+            losses.append(weights[b].item() * kl)
+            priorities[slots[b].item()] = max(kl, 1e-6) ** 0.5
+    before = {name: p.clone() for name, p in online.named_parameters()}
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4)
+    metrics = spirl.learn(online, target, optimizer, replay, 8, 0.7, 10.0, torch.Generator().manual_seed(5))
+    assert metrics["loss"].item() == pytest.approx(sum(losses) / 8, rel=1e-4)
+    for slot, priority in priorities.items():
+        assert replay.priorities[slot].item() == pytest.approx(priority, rel=1e-3)
+    assert all(not torch.equal(p, before[name]) for name, p in online.named_parameters())
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in online.parameters()))
+    assert norm == pytest.approx(min(metrics["grad_norm"].item(), 10.0), rel=1e-3)
+
+
+LENGTH, KINDS, DISCOUNT = 8, 4, 0.9
+BEST = sum(DISCOUNT**k for k in range(LENGTH))  # 5.695: one point a step until the corridor's end
+
+
+def walk(seed, steps, update):
+    """A corridor of LENGTH rooms. A room shows two patches, in any order; the right action is which kind they are.
+
+    It scores a point and leads on; a wrong one ends the life. So the best value of the first room is BEST. Returns
+    the value that the agent gives the first room and how many rooms it now passes when it acts without noise.
+    """
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    kinds = torch.randn(KINDS, 2, 16)
+
+    def room(kind):
+        return torch.cat([kinds[kind][torch.randperm(2)], torch.zeros(1, 16)])
+
+    def network():
+        trunk = spirl.SalientPatchTransformer(embed_dim=16, dim=16, heads=4)
+        return spirl.RainbowNetwork(trunk, 2 * 16, KINDS, hidden_size=64)
+
+    online, target = network(), network()
+    target.load_state_dict(online.state_dict())
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-3, eps=1.5e-4)
+    replay = spirl.Replay(1000, (3, 16), torch.float16, "cpu", 2, 3, DISCOUNT)
+    generator = torch.Generator().manual_seed(seed)
+    at, kind = 0, int(rng.integers(KINDS))
+    replay.append(room(kind), 2, True)
+    for step in range(steps):
+        with torch.no_grad():
+            state = replay.stacks(torch.tensor([replay.slot]))
+            action = int(rng.integers(KINDS)) if step < 200 else int(online.q_values(*state).argmax())
+        right = action == kind
+        at = at + 1 if right else LENGTH
+        replay.complete(action, float(right), at == LENGTH)
+        starts, at, kind = at == LENGTH, at % LENGTH, int(rng.integers(KINDS))
+        replay.append(room(kind), 2, starts)
+        if update and step >= 200:
+            spirl.learn(online, target, optimizer, replay, 32, 0.6, 10.0, generator)
+            if step % 25 == 0:
+                target.load_state_dict(online.state_dict())
+    online.eval()
+    values, passed = [], []
+    with torch.no_grad():
+        for _ in range(20):
+            stack = [(torch.zeros(3, 16), 0)] * 2
+            for at in range(LENGTH):
+                kind = int(rng.integers(KINDS))
+                stack = stack[1:] + [(room(kind), 2)]
+                state = torch.stack([frame for frame, _ in stack])[None], torch.tensor([[count for _, count in stack]])
+                q = online.q_values(*state)[0]
+                if at == 0:
+                    values.append(q.max().item())
+                if int(q.argmax()) != kind:
+                    break
+            else:
+                at = LENGTH
+            passed.append(at)
+    return np.mean(values), np.mean(passed)
+
+
+def test_learning_reaches_the_best_value():
+    value, passed = walk(seed=0, steps=2500, update=True)
+    assert passed == LENGTH
+    assert value == pytest.approx(BEST, rel=0.1)
+
+
+def test_without_updates_nothing_is_learned():
+    value, passed = walk(seed=0, steps=2500, update=False)
+    assert passed < LENGTH / 2 and abs(value - BEST) > 0.3 * BEST

@@ -1,0 +1,163 @@
+"""The replay against loops over whole lives, truncations and wrap-arounds."""
+
+import numpy as np
+import pytest
+import torch
+
+import spirl_rainbow as spirl
+
+F, N, GAMMA = 4, 5, 0.9
+
+
+def play(replay, steps, seed):
+    """Fill the replay with made-up games, and keep every frame ever appended in a plain list, in order.
+
+    A frame is its own number; an entry is a dict with what the replay was told.
+    """
+    rng = np.random.default_rng(seed)
+    history, starts = [], True
+    for _ in range(steps):
+        count = int(rng.integers(1, 4))
+        entry = {"frame": float(len(history)), "count": count, "starts": starts, "action": None, "ended": False}
+        history.append(entry)
+        replay.append(torch.full((3, 2), entry["frame"]), count, starts)
+        what = rng.choice(["goes on", "ends", "is cut off"], p=[0.85, 0.1, 0.05])
+        entry.update(action=int(rng.integers(6)), reward=float(rng.integers(-1, 2)), ended=what == "ends")
+        replay.complete(entry["action"], entry["reward"], entry["ended"])
+        starts = what != "goes on"
+        if what == "is cut off":
+            last = {"frame": float(len(history)), "count": 2, "starts": False, "action": None, "ended": False}
+            history.append(last)
+            replay.append(torch.full((3, 2), last["frame"]), 2, False)
+            replay.truncate()
+    return history
+
+
+def oracle_stack(history, t):
+    """The F frames that end at t as (frame, count), blank (None, 0) before the life's first."""
+    stack, blank = [], False
+    for k in range(F):
+        stack.insert(0, (None, 0) if blank else (history[t - k]["frame"], history[t - k]["count"]))
+        blank = blank or history[t - k]["starts"]
+    return stack
+
+
+def oracle_return(history, t):
+    """(return, discount, m) of the transition at t, or None while its m is not known."""
+    total = 0.0
+    for m in range(N):
+        at = history[t + m]
+        if at["action"] is None:  # the last frame of a truncated game, or the newest of all
+            return (total, GAMMA**m, m) if t + m + 1 < len(history) else None
+        total += GAMMA**m * at["reward"]
+        if at["ended"]:
+            return total, 0.0, m + 1
+        if t + m + 1 == len(history):
+            return None
+    return total, GAMMA**N, N
+
+
+@pytest.mark.parametrize("capacity, steps", [(64, 40), (64, 63), (64, 64), (64, 65), (64, 300), (40, 1000)])
+def test_stacks_and_returns_against_loops(capacity, steps):
+    replay = spirl.Replay(capacity, (3, 2), torch.float16, "cpu", F, N, GAMMA)
+    history = play(replay, steps, seed=steps)
+    if history[-1]["action"] is None:  # one more frame, so that the truncation is a fact of the past
+        history.append({"frame": 0.0, "count": 1, "starts": True, "action": None, "ended": False})
+        replay.append(torch.zeros(3, 2), 1, True)
+    first = max(0, len(history) - capacity)  # the oldest that is still in the ring
+    sampled = 0
+    for t in range(first, len(history)):
+        slot = torch.tensor([t % capacity])
+        reaches = t  # the oldest frame of its stack
+        while t - reaches < F - 1 and not history[reaches]["starts"]:
+            reaches -= 1
+        known = oracle_return(history, t) if history[t]["action"] is not None else None
+        assert (replay.priorities[slot] > 0).item() == (known is not None and reaches >= first), t
+        if reaches >= first:
+            frames, counts = replay.stacks(slot)
+            for got, count, (frame, expected) in zip(frames[0], counts[0].tolist(), oracle_stack(history, t)):
+                assert count == expected and (expected == 0 or (got == frame).all())
+        if replay.priorities[slot] > 0:
+            sampled += 1
+            action, total, discount, after = replay.returns(slot)
+            assert action.item() == history[t]["action"]
+            assert total.item() == pytest.approx(known[0], abs=1e-6)
+            assert discount.item() == pytest.approx(known[1])
+            if known[1]:
+                assert after.item() == (t + known[2]) % capacity
+    assert sampled > 20
+
+
+def test_no_transition_is_lost_at_an_end_or_truncation():
+    for cut_off in (False, True):
+        replay = spirl.Replay(64, (1,), torch.float32, "cpu", F, N, GAMMA)
+        for t in range(12):
+            replay.append(torch.tensor([float(t)]), 1, t == 0)
+            replay.complete(0, 1.0, ended=t == 11 and not cut_off)
+        if cut_off:
+            replay.append(torch.tensor([12.0]), 1, False)
+            replay.truncate()
+        assert (replay.priorities > 0).nonzero()[:, 0].tolist() == list(range(12))
+        _, returns, discounts, after = replay.returns(torch.arange(12))
+        m = [min(N, 12 - t) for t in range(12)]
+        assert returns.tolist() == pytest.approx([sum(GAMMA**k for k in range(m[t])) for t in range(12)])
+        ends = [t + N >= 12 and not cut_off for t in range(12)]
+        assert discounts.tolist() == pytest.approx([0.0 if ends[t] and t + m[t] == 12 else GAMMA ** m[t] for t in range(12)])
+        assert after.tolist() == [t + m[t] for t in range(12)]
+
+
+def filled(priorities, alpha=0.5):
+    replay = spirl.Replay(len(priorities) + 10, (1,), torch.float32, "cpu", 1, 1, GAMMA, alpha)
+    for t in range(len(priorities) + 1):
+        replay.append(torch.tensor([float(t)]), 1, t == 0)
+        if t < len(priorities):
+            replay.complete(0, 0.0, False)
+    replay.set_priorities(torch.arange(len(priorities)), torch.tensor(priorities))
+    return replay
+
+
+def test_sampling_frequencies_against_the_definition():
+    """P(i) = p_i**alpha / sum_k p_k**alpha and w_i = (1/P(i))**beta / max w (Schaul et al. 2016, Eqs. 1 and 3.4)."""
+    priorities = [0.0, 1e-3, 0.5, 2.0, 0.1, 30.0, 1.0, 0.7]
+    replay = filled(priorities)
+    masses = [max(p, 1e-6) ** 0.5 for p in priorities]
+    P = [mass / sum(masses) for mass in masses]
+    generator, counts, batches, B = torch.Generator().manual_seed(0), np.zeros(8), 5000, 16
+    for _ in range(batches):
+        slots, weights = replay.sample(B, 0.6, generator)
+        drawn = [(1 / P[i]) ** 0.6 for i in slots.tolist()]
+        assert weights.tolist() == pytest.approx([w / max(drawn) for w in drawn], rel=1e-5)
+        counts += np.bincount(slots, minlength=8)
+        below = 0.0
+        for i in range(8):  # stratified: each share of the mass gives one, so a slot's number is nearly fixed
+            assert abs((slots == i).sum().item() - B * P[i]) < 2
+            below += P[i]
+    expected = np.array(P) * batches * B
+    assert (((counts - expected) ** 2 / expected)[1:].sum()) < 30  # chi-square; 7 degrees of freedom, p < 1e-4
+
+
+def test_slots_without_priority_are_never_sampled():
+    replay = filled([1.0] * 20)
+    replay.priorities[:7] = 0
+    replay.priorities[15:] = 0
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.cat([replay.sample(32, 0.5, generator)[0] for _ in range(500)])
+    assert sorted(set(drawn.tolist())) == list(range(7, 15))
+
+
+def test_new_slots_get_the_largest_priority_so_far():
+    replay = filled([0.2, 9.0, 0.3])
+    replay.complete(0, 0.0, False)
+    replay.append(torch.zeros(1), 1, False)
+    assert replay.priorities[3].item() == pytest.approx(3.0)  # 9 ** 0.5
+    replay.set_priorities(torch.tensor([1]), torch.tensor([0.0]))
+    assert replay.priorities[1].item() == pytest.approx(1e-3)  # at least 1e-6, to the power 0.5
+    fresh = filled([0.5])
+    assert fresh.largest.item() == 1.0  # at first 1
+
+
+def test_memory_of_a_100k_replay():
+    for patches, limit in ((28, 0.5e9), (50, 0.8e9)):  # Seaquest, Frostbite
+        replay = spirl.Replay(100_000, (patches, 64), torch.float16, "cpu")
+        tensors = [value for value in vars(replay).values() if isinstance(value, torch.Tensor)]
+        assert sum(value.numel() * value.element_size() for value in tensors) < limit

@@ -1,0 +1,185 @@
+"""The whole script, as a user runs it, on tiny budgets of real games."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import spirl_rainbow as spirl
+
+# A small model and short games: the whole pipeline in some seconds.
+SMALL = ["--image-size", "48", "--encoder-depth", "1", "--decoder-dim", "32", "--decoder-depth", "2",
+         "--mae-frames", "64", "--mae-epochs", "1", "--mae-batch-size", "32", "--max-episode-frames", "600",
+         "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "3", "--threads", "1", "--device", "cpu"]
+
+
+def run(folder, *flags, script="spirl_rainbow.py"):
+    return subprocess.run([sys.executable, ROOT / script, *map(str, flags)], cwd=folder, capture_output=True, text=True)
+
+
+def finished(folder, name, *flags):
+    """Run to the end; returns the run's folder and its results."""
+    done = run(folder, *flags, "--run-name", name)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "runs" / name, json.loads((folder / "runs" / name / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """The 100K setting in small, with evaluation at the end, on Frostbite."""
+    folder = tmp_path_factory.mktemp("small")
+    return folder, *finished(folder, "first", *SMALL, "--total-timesteps", "240", "--capture-video")
+
+
+def test_a_run_leaves_what_the_readme_says(small_run):
+    _, path, results = small_run
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
+    assert names == {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png",
+                     "videos/policy_attention.gif"}
+    assert json.loads((path / "args.json").read_text())["total_timesteps"] == 240
+    assert results["steps"] == 240 and results["updates"] == 120 and results["seed"] == 1
+    assert results["env_id"] == "ALE/Frostbite-v5" and results["method"] == "spirl"
+    assert len(results["scores"]) == 3 and results["evaluations"] == [{"step": 240, "scores": results["scores"]}]
+    assert results["mean"] == pytest.approx(np.mean(results["scores"]))
+    assert results["median"] == pytest.approx(np.median(results["scores"]))
+    assert results["std"] == pytest.approx(np.std(results["scores"], ddof=1))
+    assert results["protocol"].startswith("mean of the final weights")
+    phases = {"collect", "pretrain", "count salient patches", "error map", "encode", "store", "environment", "act",
+              "update", "evaluate"}
+    assert results["seconds"].keys() == phases and min(results["seconds"].values()) > 0
+    assert results["max_patches"] == 12 and results["misses_per_frame"] > 0  # int(36 * 35 %)
+    mae, agent = (torch.load(path / name, weights_only=True) for name in ("mae.pt", "agent.pt"))
+    assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
+    assert len(mae["salient_counts"]["counts"]) == 64 and mae["salient_counts"]["lorenz_slope"] == 0.5
+    assert agent["step"] == 240 and agent["model"]["support"].shape == (51,)
+    assert (path / "videos/policy_attention.gif").read_bytes()[:6] == b"GIF89a"
+
+
+def scalars(path):
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_the_curves(small_run):
+    curves = scalars(small_run[1])
+    assert curves.keys() >= {"charts/episodic_return", "charts/episodic_length", "losses/loss", "losses/grad_norm",
+                             "charts/q", "charts/K", "charts/steps_per_second", "mae/loss", "mae/held_out_loss",
+                             "cache/misses_per_frame", "eval/mean", "eval/median"}
+    assert [step for step, _ in curves["mae/loss"]] == [1, 2]
+    assert curves["charts/episodic_return"] == [tuple(pair) for pair in small_run[2]["training_scores"]]
+
+
+def oracle_games(args, steps):
+    """(step, raw score) of the games of a purely random run: no autoreset step is counted, lives are played on."""
+    rng, envs = np.random.default_rng([args.seed, spirl.ACT]), spirl.make_envs(args, 1)
+    games, finished, score = 0, [], 0.0
+    envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
+    for step in range(1, steps + 1):
+        _, reward, terminated, truncated, info = envs.step(rng.integers(envs.single_action_space.n, size=1))
+        score += float(reward[0])
+        if truncated[0] or (terminated[0] and info["lives"][0] == 0):
+            finished.append([step, score])
+            games, score = games + 1, 0.0
+            envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, games))
+    return finished
+
+
+def test_steps_and_scores_are_those_of_the_games_alone(tmp_path, small_run):
+    """With whole games: a life loss goes on, and the step of the automatic reset is neither played nor counted."""
+    mae = small_run[1] / "mae.pt"
+    _, results = finished(tmp_path, "random", *SMALL, "--mae-checkpoint", mae, "--total-timesteps", "901",
+                          "--learning-starts", "900", "--max-episode-frames", "108000", "--eval-episodes", "1")
+    args = spirl.Args(image_size=48)
+    assert results["training_scores"] == oracle_games(args, 901) and len(results["training_scores"]) >= 2
+
+
+@pytest.mark.parametrize("padding", ["zero", "token", "mask"])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_every_padding_and_pooling_on_two_games(tmp_path, small_run, padding, pooling):
+    """Frostbite with the MAE of the first run, MsPacman with one of its own; the 400K setting's regime for half."""
+    both = ["--padding", padding, "--pooling", pooling, "--total-timesteps", "200"]
+    path, results = finished(tmp_path, "frostbite", *SMALL, *both, "--mae-checkpoint", small_run[1] / "mae.pt")
+    assert results["updates"] == 80 and "pretrain" not in results["seconds"]
+    weights = [torch.load(folder / "mae.pt", weights_only=True)["model"] for folder in (path, small_run[1])]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    _, results = finished(tmp_path, "mspacman", *SMALL, *both, "--env-id", "ALE/MsPacman-v5",
+                          "--train-frequency", "4", "--eval-frequency", "100")
+    assert results["updates"] == 20 and [e["step"] for e in results["evaluations"]] == [100, 200]
+    assert results["protocol"].startswith("best median")
+    best = max(results["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
+    assert results["scores"] == best["scores"] and results["median"] == np.median(best["scores"])
+
+
+def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path):
+    path, results = finished(
+        tmp_path, "pong", "--env-id", "ALE/Pong-v5", "--mae-frames", "64", "--mae-epochs", "1",
+        "--total-timesteps", "70", "--learning-starts", "40", "--buffer-size", "60", "--max-episode-frames", "120",
+        "--eval-episodes", "2", "--selection", "fixed")
+    mae = torch.load(path / "mae.pt", weights_only=True)
+    ratio = spirl.ideal_max_ratio(mae["salient_counts"]["counts"], 144)
+    assert results["max_patches"] == spirl.ratio_to_patches(ratio, 144)
+    assert sum(value.numel() for name, value in mae["model"].items() if "pos_embed" not in name) == 790_784
+    assert {value for _, value in scalars(path).get("charts/K", [])} <= {results["max_patches"]}
+
+
+def test_evaluating_does_not_change_training(tmp_path, small_run):
+    flags = [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", "330"]
+    seldom, once = finished(tmp_path, "once", *flags)
+    often, several = finished(tmp_path, "several", *flags, "--eval-frequency", "60")
+    assert len(several["evaluations"]) == 6 and several["evaluations"][-1]["step"] == 330
+    assert once["training_scores"] == several["training_scores"]
+    assert once["scores"] == several["evaluations"][-1]["scores"]
+    curves = scalars(seldom), scalars(often)
+    for name in ("losses/loss", "losses/grad_norm", "charts/q", "charts/K"):
+        assert curves[0][name] == curves[1][name] and len(curves[0][name]) >= 2  # bit for bit
+
+
+BAD = [
+    (["--env-id", "ALE/Frostbit-v5"], "--env-id ALE/Frostbit-v5 is not an Atari game .* ALE/Frostbite-v5"),
+    (["--env-id", "CartPole-v1"], "--env-id CartPole-v1 is not an Atari game"),
+    (["--device", "cuda:99"], "--device cuda:99 is absent"),
+    (["--device", "tpu"], "--device tpu is not a device; give auto, cpu, cuda or cuda:N"),
+    (["--learning-rate", "nan"], "--learning-rate is nan"),
+    (["--learning-rate", "-1"], "--learning-rate is -1"),
+    (["--total-timesteps", "0"], "--total-timesteps is 0"),
+    (["--batch-size", "99999999999"], "--batch-size is 99999999999; give a number below"),
+    (["--gamma", "1.5"], "--gamma is 1.5"),
+    (["--max-ratio", "0.001"], "--max-ratio 0.001 keeps no patch of 144"),
+    (["--image-size", "100"], "--image-size 100 is not a multiple of --patch-size 8"),
+    (["--encoder-heads", "5"], "--encoder-dim 64 is not a multiple of --encoder-heads 5"),
+    (["--learning-starts", "100000"], "--learning-starts 100000 is not before the end"),
+    (["--learning-starts", "10"], "--learning-starts 10 is too early; give more than --n-step 20"),
+    (["--buffer-size", "30"], "--buffer-size 30 is too small"),
+    (["--mae-frames", "10"], "--mae-frames 10 is not one batch"),
+    (["--mae-checkpoint", "nowhere.pt"], "--mae-checkpoint nowhere.pt is not a file"),
+    (["--run-name", "a/b"], "--run-name a/b is not the name of a new folder"),
+]
+
+
+def test_bad_input_gets_one_line_and_status_2(tmp_path):
+    processes = []
+    for flags, message in BAD:
+        processes.append((message, subprocess.Popen([sys.executable, ROOT / "spirl_rainbow.py", *flags], cwd=tmp_path,
+                                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)))
+        if len(processes) % 2 == 0:  # two at a time
+            for _, process in processes[-2:]:
+                process.wait()
+    for message, process in processes:
+        out, err = process.communicate()
+        assert process.returncode == 2 and out == ""
+        assert re.search(message, err) and err.count("\n") == 1 and err.startswith("error: "), err
+    assert list(tmp_path.iterdir()) == []  # nothing was created
+
+
+def test_a_finished_run_is_not_overwritten(small_run):
+    folder, path, _ = small_run
+    before = (path / "results.json").read_bytes()
+    done = run(folder, *SMALL, "--total-timesteps", "240", "--run-name", "first")
+    assert done.returncode == 2 and "--run-name first is not the name of a new folder" in done.stderr
+    assert (path / "results.json").read_bytes() == before
