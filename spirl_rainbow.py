@@ -1092,8 +1092,8 @@ def evaluate(network, look, make_env, seeds, frame_stack, epsilon, rng, device):
 
 
 @torch.no_grad()
-def watch_game(network, look, env, seed, frame_stack, device):
-    """One whole game of the network without noise or random actions, frame by frame, for figures and videos.
+def watch_game(network, look, env, seed, frame_stack, device, max_steps=2000):
+    """A game of the network without noise or random actions, frame by frame, for figures and videos.
 
     `look(frames)` gives (embeddings, counts, patch_ids). Returns a list of (frame (H, W, 3) uint8, ids of the selected
     patches, ids of the attended ones). The attended patches are the fewest that hold 60 % of the attention that [cls]
@@ -1103,7 +1103,7 @@ def watch_game(network, look, env, seed, frame_stack, device):
     network.eval()
     observation, _ = env.reset(seed=seed)
     moments, stack, over = [], None, False
-    while not over:
+    while not over and len(moments) < max_steps:  # a policy may have learned to stand still
         embeddings, count, patch_ids = look(torch.from_numpy(observation[:, 0]).to(device))
         if stack is None:
             stack = [(torch.zeros_like(embeddings), torch.zeros_like(count))] * frame_stack
@@ -1204,9 +1204,13 @@ def plain_args(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt: model, sizes, env_id, args, and K of each pre-training frame with the slope it was counted at."""
+    """Write mae.pt: model, sizes, env_id, args, and salient_counts.
+
+    That is a dict of K of each pre-training frame (`counts`) and the slope they were counted at (`lorenz_slope`), or
+    None where the frames are not known.
+    """
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
-               "salient_counts": {"counts": salient_counts, "lorenz_slope": args.lorenz_slope}}
+               "salient_counts": salient_counts}
     write_whole(path, lambda temporary: torch.save(content, temporary))
 
 
