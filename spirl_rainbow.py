@@ -22,7 +22,8 @@ Contents, in reading order:
     9. Main
 
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
-D width of an embedding, T tokens, H attention heads, A actions, Z atoms, E environments.
+D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E environments, K patches that the
+encoder sees, M neighbourhoods. (In code F is torch.nn.functional; in frames' shapes H and W are pixels.)
 """
 
 import argparse
@@ -198,7 +199,8 @@ def check_args(args):
                                "mae_weight_decay", "noisy_std", "priority_exponent", "priority_weight")
         if isinstance(value, bool):
             continue
-        if isinstance(value, int | float) and name != "v_min" and value < (0 if may_be_zero else 1e-300):
+        signed = name in ("v_min", "v_max")
+        if isinstance(value, int | float) and not signed and value < (0 if may_be_zero else 1e-300):
             fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
         if isinstance(value, int) and value >= 2**31:
             fail(f"{flag} is {value}; give a number below 2**31")
@@ -427,7 +429,8 @@ class MaskedAutoencoder(nn.Module):
     def encode(self, patches, ids, present=None):
         """Encoder outputs (B, 1+K, D), [cls] first, for flat patches (B, K, p*p*3) in [0, 1] at the places ids (B, K).
 
-        Patches where `present` (B, K) is False are not looked at by any other; their own rows mean nothing.
+        Patches where `present` (B, K) is False are looked at by nobody, but look at the others: such a patch that
+        repeats another gets the other's row.
         """
         x = self.patch_embed(patches) + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
@@ -596,6 +599,7 @@ class ErrorMapCache:
 
     WAYS = 8
 
+    @torch.no_grad()
     def __init__(self, mae, size=2**22, behind=None):
         self.mae, self.behind, self.lookups, self.misses = mae, behind, 0, 0
         device, N = mae.pos_embed.device, mae.num_patches
@@ -609,27 +613,30 @@ class ErrorMapCache:
         self.pixel_factor, self.place_factor, self.place_key = factors
 
         around = surrounding_patches(mae.side)
-        # An edge patch has fewer than 8: its first one is repeated, and the repetitions are looked at by nobody.
+        # An edge patch has fewer than 8: its first one is repeated. The repetitions are looked at by nobody and, being
+        # the same patch at the same place, end up the same as the first, so writing all of them back does no harm.
         padded = [ids + ids[:1] * (8 - len(ids)) for ids in around]
         self.around = torch.tensor(padded, device=device)  # (N, 8)
         self.present = torch.tensor([[k < len(ids) for k in range(8)] for ids in around], device=device)  # (N, 8)
         self.same = torch.ones(N, 1 + N, dtype=torch.bool, device=device)  # tokens that are [mask] whatever the frame
         self.same[:, 0] = False  # [cls] comes from the encoder
         self.same.scatter_(1, 1 + self.around, False)
-        self._prepare_first_layer()
+        self.x = mae.mask_token + mae.decoder_pos_embed  # (1, T, D), T = 1 + N
+        block = mae.decoder_blocks[0]
+        self.q, self.k, self.v = block.attn.project(block.norm1(self.x))  # (1, H, T, d) each
+        self.mask_score, self.mask_value = (behind.mask_score, behind.mask_value) if behind else self._mask_tokens()
 
-    @torch.no_grad()
-    def _prepare_first_layer(self):
-        """What the [mask] tokens say to each other in the first decoder layer, for each wanted place."""
-        attn, norm = self.mae.decoder_blocks[0].attn, self.mae.decoder_blocks[0].norm1
-        self.x = self.mae.mask_token + self.mae.decoder_pos_embed  # (1, T, D), T = 1 + N
-        self.q, self.k, self.v = attn.project(norm(self.x))  # (1, H, T, d) each
-        scores = self.q[0] @ self.k[0].transpose(1, 2) * self.q.shape[3] ** -0.5  # (H, T, T)
-        scores = [scores.masked_fill(~same, -math.inf) for same in self.same]  # N of them
+    def _mask_tokens(self):
+        """What the [mask] tokens say in the first decoder layer: scores (N, H, T, 1) and values (N, H, T, d)."""
         # Attention over several keys is attention over one key whose score is their log-sum-exp and whose value is
-        # their weighted mean. So the [mask] tokens of a place act as one key.
-        self.mask_score = torch.stack([s.logsumexp(-1, keepdim=True) for s in scores])  # (N, H, T, 1)
-        self.mask_value = torch.stack([s.softmax(-1) @ self.v[0] for s in scores])  # (N, H, T, d)
+        # their weighted mean. So all the [mask] tokens of a place act as one key.
+        scores = self.q[0] @ self.k[0].transpose(1, 2) * self.q.shape[3] ** -0.5  # (H, T, T)
+        score, value = [], []
+        for same in self.same:  # for each place
+            here = scores.masked_fill(~same, -math.inf)
+            score.append(here.logsumexp(2, keepdim=True))
+            value.append(here.softmax(2) @ self.v[0])
+        return torch.stack(score), torch.stack(value)
 
     def hash(self, frames):
         """Keys (B, N), int64, of the 3x3 neighbourhoods of uint8 frames (B, H, W, 3)."""
@@ -822,13 +829,14 @@ class Replay:
         self.slot = -1  # the newest
         self.waiting = deque()  # slots, oldest first, whose n-step return is not known yet
         self.past = torch.arange(1 - frame_stack, 1, device=device)  # -3, -2, -1, 0
-        self.ahead = torch.arange(n_step, device=device)
+        self.ahead = torch.arange(n_step, device=device)  # 0, 1, ..., n-1
+        self.after = torch.arange(1, frame_stack, device=device)  # 1, 2, 3
 
     def append(self, frame, count, starts):
         """Store a frame of which `count` patches count; `starts`: the frames before it are another life's."""
         self.slot = slot = (self.slot + 1) % self.capacity
         # The oldest stacks reached back to the frame that is overwritten here: unless they start later, they are gone.
-        later = (slot + self.ahead.new_tensor(range(1, self.frame_stack))) % self.capacity
+        later = (slot + self.after) % self.capacity
         reach = (~self.starts[later]).cumprod(0).bool()
         self.priorities[later] = self.priorities[later].masked_fill(reach, 0.0)
         self.frames[slot], self.counts[slot], self.starts[slot] = frame, count, starts
@@ -865,7 +873,7 @@ class Replay:
         share = share + torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
         at = torch.minimum(share / batch_size * mass[-1], mass[-1].nextafter(mass.new_zeros(())))
         slots = torch.searchsorted(mass, at, right=True)  # the first slot with more mass than that
-        weights = self.priorities[slots] ** -beta
+        weights = self.priorities[slots].clamp(min=1e-30) ** -beta  # a GPU's running sum may round past an empty slot
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
@@ -1092,7 +1100,7 @@ def evaluate(network, look, make_env, seeds, frame_stack, epsilon, rng, device):
 
 
 @torch.no_grad()
-def watch_game(network, look, env, seed, frame_stack, device, max_steps=2000):
+def watch_game(network, look, env, seed, frame_stack, device, max_steps=1000):
     """A game of the network without noise or random actions, frame by frame, for figures and videos.
 
     `look(frames)` gives (embeddings, counts, patch_ids). Returns a list of (frame (H, W, 3) uint8, ids of the selected
@@ -1147,7 +1155,7 @@ def draw_policy_attention(moments, side, path, columns=4):
         axis.set_title(f"step {step}: {len(attended)} of {len(selected)} patches", fontsize=12)
         axis.axis("off")
     figure.suptitle("Salient patches: red squares. Those that hold 60 % of the policy's attention: yellow", fontsize=14)
-    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
+    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=110))
     plt.close(figure)
 
 
@@ -1159,11 +1167,10 @@ def save_video(moments, side, path, frames_a_second=15):
 
     def write(temporary):
         writer = PillowWriter(fps=frames_a_second)
-        with writer.saving(figure, f"{temporary}.gif", dpi=100):
+        with writer.saving(figure, temporary, dpi=100):
             for moment in moments:
                 image.set_data(mark_patches(*moment, side))
                 writer.grab_frame()
-        os.replace(f"{temporary}.gif", temporary)  # Pillow reads the format off the name
 
     write_whole(path, write)
     plt.close(figure)
@@ -1176,7 +1183,7 @@ def write_whole(path, write):
     """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
     try:
         write(temporary)
         with open(temporary, "rb") as file:
@@ -1224,19 +1231,24 @@ def load_mae(path, mae, args):
             content = torch.load(path, map_location=mae.pos_embed.device, weights_only=True)
         state = content["model"]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
+        salient_counts = content.get("salient_counts")
+        if salient_counts is not None:
+            salient_counts = {"counts": salient_counts["counts"], "lorenz_slope": salient_counts["lorenz_slope"]}
     except Exception as error:  # a damaged or foreign file can fail in any way
-        fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({str(error).splitlines()[0]}); give a mae.pt")
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({reason}); give a mae.pt")
     if content.get("env_id", args.env_id) != args.env_id:
         fail(f"--mae-checkpoint {path} is of {content['env_id']}; give --env-id {content['env_id']} or another file")
     for name, value in content.get("sizes", {}).items():
         if value != mae_sizes(args).get(name):
             fail(f"--mae-checkpoint {path} has {name} {value}; give --{name.replace('_', '-')} {value}")
-    for name, value in mae.state_dict().items():
-        if shapes.get(name) != tuple(value.shape):
-            fail(f"--mae-checkpoint {path}: {name} is {shapes.get(name, 'missing')}, not {tuple(value.shape)}; "
-                 f"give the size flags that it was trained with")
+    wanted = {name: tuple(value.shape) for name, value in mae.state_dict().items()}
+    for name in wanted | shapes:
+        if shapes.get(name) != wanted.get(name):
+            fail(f"--mae-checkpoint {path}: {name} is {shapes.get(name, 'missing')} there and "
+                 f"{wanted.get(name, 'missing')} here; give the size flags that it was trained with")
     mae.load_state_dict(state)
-    return content.get("salient_counts")
+    return salient_counts
 
 
 # ----------------------------------------------------------------------------------------------------------- 9. Main
@@ -1291,7 +1303,10 @@ if __name__ == "__main__":
     game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
     name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     run_dir = Path("runs") / name
-    run_dir.mkdir(parents=True)
+    try:
+        run_dir.mkdir(parents=True)
+    except OSError as error:
+        fail(f"--run-name: the new folder {run_dir} cannot be made ({error.strerror}); give another name")
     print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
     write_json(run_dir / "args.json", plain_args(args))
     writer = SummaryWriter(run_dir)
@@ -1334,6 +1349,7 @@ if __name__ == "__main__":
                     args.n_step, args.gamma, args.priority_exponent)
     action_rng = np.random.default_rng([args.seed, ACT])
     generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
+    online.resample_noise(generator)  # to act with until the first update draws anew
 
     def remember(observation, starts):
         """Store what the agent sees of an observation (1, 1, H, W, 3); returns how many patches it has."""
@@ -1363,7 +1379,7 @@ if __name__ == "__main__":
             action = action_rng.integers(num_actions, size=1)
         else:
             with clock("act"), torch.no_grad():
-                state = replay.stacks(torch.tensor([replay.slot], device=device))
+                state = replay.stacks(torch.full((1,), replay.slot, device=device))
                 action = online.q_values(*state).argmax(1).cpu().numpy()
 
         with clock("environment"):
@@ -1411,9 +1427,10 @@ if __name__ == "__main__":
             progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games, K=int(count))
 
         if step == args.total_timesteps or (args.eval_frequency and step % args.eval_frequency == 0):
-            training_misses = error_map.misses
+            paused_at = time.perf_counter()
             with clock("evaluate"):
                 scores = evaluation_scores()
+            logged_at += time.perf_counter() - paused_at  # steps a second are training's
             evaluations.append({"step": step, "scores": scores})
             writer.add_scalar("eval/mean", np.mean(scores), step)
             writer.add_scalar("eval/median", np.median(scores), step)
@@ -1423,7 +1440,6 @@ if __name__ == "__main__":
                 content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step,
                            "max_patches": max_patches}
                 write_whole(run_dir / "agent.pt", lambda temporary: torch.save(content, temporary))
-            logged_at = time.perf_counter()
     envs.close()
     writer.close()
 
@@ -1431,23 +1447,26 @@ if __name__ == "__main__":
     reported = max(evaluations, key=lambda e: np.median(e["scores"])) if args.eval_frequency else evaluations[-1]
     scores = reported["scores"]
     measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
-    peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
+    on_device = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
     write_json(run_dir / "results.json", {
         "env_id": args.env_id, "method": "spirl", "seed": args.seed, "args": plain_args(args),
         "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
         "evaluations": evaluations, "scores": scores, "mean": float(np.mean(scores)),
         "median": float(np.median(scores)), "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
         "steps": args.total_timesteps, "updates": updates, "games": games, "training_scores": training_scores,
-        "max_patches": max_patches, "misses_per_frame": (training_misses - misses_before) / args.total_timesteps,
+        "max_patches": max_patches, "misses_per_frame": (error_map.misses - misses_before) / args.total_timesteps,
         "seconds": dict(seconds), "device": str(device), "threads": torch.get_num_threads(),
-        "peak_memory_gb": {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, "device": peak},
+        "peak_memory_gb": {"host": host / 1e9, "device": on_device},
         "versions": {"python": platform.python_version(), **{package: version(package) for package in
                      ("torch", "gymnasium", "ale-py", "numpy")}},
     })
     online.load_state_dict(best_weights)
     apart = ErrorMapCache(mae, args.error_cache_size, behind=error_map)
-    moments = watch_game(online, lambda frames: look_at_patches(mae, apart, frames, max_patches, slope),
-                         make_envs(args, 1), game_seeds(args.seed, EVALUATE), args.frame_stack, device)
+    env = make_envs(args, 1)
+    moments = watch_game(online, lambda frames: look_at_patches(mae, apart, frames, max_patches, slope), env,
+                         game_seeds(args.seed, EVALUATE), args.frame_stack, device)
+    env.close()
     draw_policy_attention(moments, mae.side, run_dir / "figures" / "policy_attention.png")
     if args.capture_video:
         save_video(moments, mae.side, run_dir / "videos" / "policy_attention.gif")

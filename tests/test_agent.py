@@ -28,7 +28,7 @@ def trunk_of(padding, pooling, scale=1.0):
 
 
 def oracle_trunk(trunk, frame, count, padding, pooling):
-    """o_t of one frame: projection, LN, multi-head attention with keys and values written out, LN, MLP; no residuals."""
+    """o_t of one frame: projection, LN, attention with keys and values written out, LN, MLP; no residuals."""
     rows = [trunk.cls_token[0, 0]]
     for n in range(len(frame)):
         patch = frame[n]
@@ -212,7 +212,8 @@ def test_one_update_against_the_equations():
         for b in range(8):
             now, then = replay.stacks(slots[b : b + 1]), replay.stacks(after[b : b + 1])
             best = int(online.q_values(*then)[0].argmax())
-            goal = oracle_projection(target(*then)[0, best].exp().tolist(), returns[b].item(), discounts[b].item(), support)
+            judged = target(*then)[0, best].exp().tolist()
+            goal = oracle_projection(judged, returns[b].item(), discounts[b].item(), support)
             prediction = online(*now)[0, actions[b]].tolist()
             kl = sum(m * (math.log(m) - log_p) for m, log_p in zip(goal, prediction) if m > 0)
             losses.append(weights[b].item() * kl)

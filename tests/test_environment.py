@@ -132,16 +132,29 @@ def test_seeds_decide_the_game_and_differ_by_purpose():
     assert (spirl.game_seeds(1, spirl.PLAY, 0) != spirl.game_seeds(1, spirl.PLAY, 1)).all()
 
 
-def test_collection_plays_whole_games_at_random(random_play):
+def test_collection_is_repeatable(random_play):
     frames = random_play["ALE/Frostbite-v5"]
     again = spirl.collect_random_frames(spirl.Args(), 600)
     assert (frames == again).all()
     other = spirl.collect_random_frames(spirl.Args(seed=2), 600)
     assert (frames != other).any()
-    env, seed = make("Frostbite"), spirl.game_seeds(1, spirl.COLLECT, 0, 0)
-    actions = np.random.default_rng([1, spirl.COLLECT]).integers(18, size=(75, 8))[:, 0]
-    steps = play(env, int(seed[0]), actions[:74])
-    assert all((frames[8 * t] == step[0]).all() for t, step in enumerate(steps))  # the first of its eight games
+
+
+@pytest.mark.parametrize("which, changes", [(0, {}), (5, {}), (3, {"max_episode_frames": 500})])
+def test_collection_starts_each_game_from_its_seed(which, changes):
+    """One of the eight games at once, alone: lives are played on, a finished game is followed by a seeded one."""
+    args = spirl.Args(seed=4, **changes)
+    frames = spirl.collect_random_frames(args, 4000)[which::8]
+    actions = np.random.default_rng([4, spirl.COLLECT]).integers(18, size=(500, 8))[:, which]
+    env, games = spirl.make_envs(args, 1), 0
+    observation, _ = env.reset(seed=spirl.game_seeds(4, spirl.COLLECT, which, 0))
+    for frame, action in zip(frames, actions):
+        assert (frame == observation[0, 0]).all()
+        observation, _, terminated, truncated, info = env.step(np.array([action]))
+        if truncated[0] or (terminated[0] and info["lives"][0] == 0):
+            games += 1
+            observation, _ = env.reset(seed=spirl.game_seeds(4, spirl.COLLECT, which, games))
+    assert games >= 1
 
 
 class FirstPixels(torch.nn.Module):
@@ -183,6 +196,7 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
     batches = []
 
     def look(frames):
+        assert not policy.training  # noise off
         batches.append(len(frames))
         return look_at_pixels(frames)
 
@@ -191,7 +205,8 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
                             np.random.default_rng(0), torch.device("cpu"))
     assert scores == [score for score, _ in expected] and len(set(scores)) > 1
     lengths = [length for _, length in expected]
-    assert batches == [sum(length > t for length in lengths) for t in range(max(lengths))]  # a finished one costs nothing
+    playing = [sum(length > t for length in lengths) for t in range(max(lengths))]
+    assert batches == playing  # a finished game costs nothing
     assert torch.equal(torch.get_rng_state(), torch_state) and (np.random.get_state()[1] == numpy_state).all()
     assert policy.training
     random = spirl.evaluate(policy, look_at_pixels, lambda: spirl.make_envs(args, 1), seeds, 4, 1.0,

@@ -54,7 +54,9 @@ def test_a_facebookresearch_checkpoint_loads(tmp_path):
 @pytest.mark.parametrize("change, message", [
     (lambda content: content["sizes"].update(encoder_depth=2), "give --encoder-depth 2"),
     (lambda content: content.update(env_id="ALE/Pong-v5"), "give --env-id ALE/Pong-v5"),
-    (lambda content: content["model"].pop("norm.weight"), "norm.weight is missing"),
+    (lambda content: content["model"].pop("norm.weight"), "norm.weight is missing there"),
+    (lambda content: content["model"].update(more=torch.zeros(2)), "more is (2,) there and missing here"),
+    (lambda content: content.update(salient_counts=torch.zeros(2)), "is not a MAE checkpoint"),
     (lambda content: content.pop("model"), "is not a MAE checkpoint"),
 ])
 def test_a_wrong_checkpoint_is_refused_in_one_line(tmp_path, capsys, change, message):
@@ -67,6 +69,15 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(tmp_path, capsys, change, mes
         spirl.load_mae(tmp_path / "changed.pt", mae, args)
     printed = capsys.readouterr().err
     assert exit.value.code == 2 and message in printed and printed.count("\n") == 1
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path, capsys):
+    for content in (b"", b"no checkpoint"):
+        (tmp_path / "mae.pt").write_bytes(content)
+        with pytest.raises(SystemExit) as exit:
+            spirl.load_mae(tmp_path / "mae.pt", spirl.MaskedAutoencoder(), spirl.Args())
+        printed = capsys.readouterr().err
+        assert exit.value.code == 2 and "is not a MAE checkpoint" in printed and printed.count("\n") == 1
 
 
 def test_sincos_positions_against_loops():
@@ -99,6 +110,7 @@ def test_patch_embed_is_the_convolution_that_it_stores():
     torch.testing.assert_close(mae.patch_embed(mae.patchify(frames).float()), expected, rtol=1e-4, atol=1e-3)
 
 
+@torch.no_grad()
 def layer_norm(x, module):
     mean = sum(x) / len(x)
     variance = sum((value - mean) ** 2 for value in x) / len(x)
@@ -106,6 +118,7 @@ def layer_norm(x, module):
             for value, w, b in zip(x, module.weight, module.bias)]
 
 
+@torch.no_grad()
 def linear(x, module):
     return [sum(float(w) * value for w, value in zip(row, x)) + float(b)
             for row, b in zip(module.weight, module.bias)]
@@ -121,7 +134,7 @@ def oracle_block(X, block, heads):
         concatenated = []
         for head in range(heads):
             at = slice(head * d, head * d + d)
-            q, K, V = projected[i][:dim][at], [p[dim : 2 * dim][at] for p in projected], [p[2 * dim :][at] for p in projected]
+            q, K, V = projected[i][:dim][at], [p[dim:][at] for p in projected], [p[2 * dim :][at] for p in projected]
             scores = [math.exp(sum(a * b for a, b in zip(q, k)) / math.sqrt(d)) for k in K]
             concatenated += [sum(s * v[c] for s, v in zip(scores, V)) / sum(scores) for c in range(d)]
         x = [a + b for a, b in zip(x, linear(concatenated, block.attn.proj))]

@@ -101,8 +101,8 @@ def test_no_transition_is_lost_at_an_end_or_truncation():
         _, returns, discounts, after = replay.returns(torch.arange(12))
         m = [min(N, 12 - t) for t in range(12)]
         assert returns.tolist() == pytest.approx([sum(GAMMA**k for k in range(m[t])) for t in range(12)])
-        ends = [t + N >= 12 and not cut_off for t in range(12)]
-        assert discounts.tolist() == pytest.approx([0.0 if ends[t] and t + m[t] == 12 else GAMMA ** m[t] for t in range(12)])
+        expected = [0.0 if t + m[t] == 12 and not cut_off else GAMMA ** m[t] for t in range(12)]
+        assert discounts.tolist() == pytest.approx(expected)
         assert after.tolist() == [t + m[t] for t in range(12)]
 
 

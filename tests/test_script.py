@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 
@@ -16,7 +17,8 @@ import spirl_rainbow as spirl
 # A small model and short games: the whole pipeline in some seconds.
 SMALL = ["--image-size", "48", "--encoder-depth", "1", "--decoder-dim", "32", "--decoder-depth", "2",
          "--mae-frames", "64", "--mae-epochs", "1", "--mae-batch-size", "32", "--max-episode-frames", "600",
-         "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "3", "--threads", "1", "--device", "cpu"]
+         "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "3", "--threads", "1",
+         "--device", "cpu"]
 
 
 def run(folder, *flags, script="spirl_rainbow.py"):
@@ -75,28 +77,76 @@ def test_tensorboard_has_the_curves(small_run):
     assert curves["charts/episodic_return"] == [tuple(pair) for pair in small_run[2]["training_scores"]]
 
 
-def oracle_games(args, steps):
-    """(step, raw score) of the games of a purely random run: no autoreset step is counted, lives are played on."""
+def run_here(folder, monkeypatch, *flags):
+    """The script's `__main__` in this process: its variables after the run."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["spirl_rainbow.py", *map(str, flags)])
+    threads = torch.get_num_threads()
+    try:
+        return runpy.run_path(str(ROOT / "spirl_rainbow.py"), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def oracle_slots(args, steps):
+    """What the replay must hold after `steps` random steps, a dict a slot, and (step, raw score) of each game.
+
+    A life loss ends the return and starts a stack, but the game goes on; a cut-off game's last frame has a slot
+    without an action; the step of the automatic reset is neither played nor counted; rewards are clipped.
+    """
     rng, envs = np.random.default_rng([args.seed, spirl.ACT]), spirl.make_envs(args, 1)
-    games, finished, score = 0, [], 0.0
-    envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
+    slots, games, score, starts = [], [], 0.0, True
+    observation, _ = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
     for step in range(1, steps + 1):
-        _, reward, terminated, truncated, info = envs.step(rng.integers(envs.single_action_space.n, size=1))
-        score += float(reward[0])
-        if truncated[0] or (terminated[0] and info["lives"][0] == 0):
-            finished.append([step, score])
-            games, score = games + 1, 0.0
-            envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, games))
-    return finished
+        action = int(rng.integers(envs.single_action_space.n, size=1)[0])
+        frame = observation[0, 0]
+        observation, reward, terminated, truncated, info = envs.step(np.array([action]))
+        life_lost = bool(terminated[0])
+        slots.append({"frame": frame, "starts": starts, "action": action, "ended": life_lost,
+                      "reward": max(-1.0, min(1.0, float(reward[0])))})
+        score, starts = score + float(reward[0]), life_lost
+        if truncated[0] or (life_lost and info["lives"][0] == 0):
+            if not life_lost:
+                slots.append({"frame": observation[0, 0], "starts": False, "action": -1, "ended": False, "reward": 0.0})
+            games.append((step, score))
+            score, starts = 0.0, True
+            observation, _ = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, len(games)))
+    slots.append({"frame": observation[0, 0], "starts": starts, "action": -1, "ended": False, "reward": 0.0})
+    return slots, games
 
 
-def test_steps_and_scores_are_those_of_the_games_alone(tmp_path, small_run):
-    """With whole games: a life loss goes on, and the step of the automatic reset is neither played nor counted."""
-    mae = small_run[1] / "mae.pt"
-    _, results = finished(tmp_path, "random", *SMALL, "--mae-checkpoint", mae, "--total-timesteps", "901",
-                          "--learning-starts", "900", "--max-episode-frames", "108000", "--eval-episodes", "1")
-    args = spirl.Args(image_size=48)
-    assert results["training_scores"] == oracle_games(args, 901) and len(results["training_scores"]) >= 2
+@pytest.mark.parametrize("max_frames, cut_off", [(108_000, False), (900, True)])
+def test_the_replay_holds_what_the_game_played(tmp_path, small_run, monkeypatch, max_frames, cut_off):
+    end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", 701,
+                   "--learning-starts", 700, "--buffer-size", 800, "--max-episode-frames", max_frames,
+                   "--eval-episodes", 1, "--run-name", "here")
+    args = spirl.Args(env_id="ALE/MsPacman-v5", image_size=48, max_episode_frames=max_frames)
+    slots, games = oracle_slots(args, 700)
+    assert end["training_scores"][: len(games)] == games and len(games) >= 1
+    assert any(slot["action"] < 0 for slot in slots[:-1]) == cut_off
+    assert sum(slot["ended"] for slot in slots) >= 3 and max(slot["reward"] for slot in slots) == 1.0
+    replay, known = end["replay"], len(slots) - 1  # the last one has got its action by now
+    for name, field in (("starts", "starts"), ("action", "actions"), ("ended", "ended"), ("reward", "rewards")):
+        assert getattr(replay, field)[:known].tolist() == [slot[name] for slot in slots[:known]], name
+    frames = torch.from_numpy(np.stack([slot["frame"] for slot in slots]))
+    plain = torch.cat([spirl.reconstruction_error_map(end["mae"], batch) for batch in frames.split(64)])
+    patch_ids, count = spirl.select_salient_patches(plain, end["max_patches"])
+    same = replay.counts[: len(slots)] == count
+    assert same.float().mean() > 0.99  # two slopes can be as good as equally close
+    embeddings = spirl.encode_patches(end["mae"], frames[same], patch_ids[same], count[same])
+    close = (replay.frames[: len(slots)][same].float() - embeddings).abs().amax((1, 2)) < 0.01  # kept as float16
+    assert close.float().mean() > 0.99  # as can be two patches' errors, whose order then differs
+
+
+def test_the_target_is_copied_and_beta_grows_to_one(tmp_path, small_run, monkeypatch):
+    flags = [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200, "--eval-episodes", 1]
+    for frequency, copied in ((40, True), (41, False)):  # of 80 updates
+        end = run_here(tmp_path, monkeypatch, *flags, "--target-update-frequency", frequency,
+                       "--run-name", f"every{frequency}")
+        assert end["updates"] == 80 and end["beta"] == 1.0
+        weights = [{name: value for name, value in end[network].state_dict().items() if "noise" not in name}
+                   for network in ("online", "target")]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) == copied
 
 
 @pytest.mark.parametrize("padding", ["zero", "token", "mask"])
@@ -119,13 +169,13 @@ def test_every_padding_and_pooling_on_two_games(tmp_path, small_run, padding, po
 def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path):
     path, results = finished(
         tmp_path, "pong", "--env-id", "ALE/Pong-v5", "--mae-frames", "64", "--mae-epochs", "1",
-        "--total-timesteps", "70", "--learning-starts", "40", "--buffer-size", "60", "--max-episode-frames", "120",
+        "--total-timesteps", "105", "--learning-starts", "90", "--buffer-size", "60", "--max-episode-frames", "120",
         "--eval-episodes", "2", "--selection", "fixed")
     mae = torch.load(path / "mae.pt", weights_only=True)
     ratio = spirl.ideal_max_ratio(mae["salient_counts"]["counts"], 144)
     assert results["max_patches"] == spirl.ratio_to_patches(ratio, 144)
     assert sum(value.numel() for name, value in mae["model"].items() if "pos_embed" not in name) == 790_784
-    assert {value for _, value in scalars(path).get("charts/K", [])} <= {results["max_patches"]}
+    assert [value for _, value in scalars(path)["charts/K"]] == [results["max_patches"]]
 
 
 def test_evaluating_does_not_change_training(tmp_path, small_run):
