@@ -11,7 +11,7 @@ pools them, and Data-Efficient Rainbow decides what to do (Fig. 5).
     python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
 
 Contents, in reading order:
-    1. Arguments      Args, check_args, pick_device
+    1. Arguments      Args, check_common_args, check_args, pick_device
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
     4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, encode_patches, ideal_max_ratio
@@ -28,6 +28,7 @@ encoder sees, M neighbourhoods. (In code F is torch.nn.functional; in frames' sh
 
 import argparse
 import contextlib
+import difflib
 import json
 import math
 import os
@@ -189,43 +190,39 @@ def fail(message):
     raise SystemExit(2)
 
 
-def check_args(args):
-    """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
+def check_common_args(args):
+    """Stop with one clear line if an argument that the scripts share cannot work."""
     for name, value in vars(args).items():  # what holds for a field holds for all fields of its kind
         flag = "--" + name.replace("_", "-")
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
             fail(f"{flag} is {value}; give a finite number")
         may_be_zero = name in ("seed", "threads", "learning_starts", "eval_frequency", "eval_epsilon", "gamma",
                                "mae_weight_decay", "noisy_std", "priority_exponent", "priority_weight")
-        if isinstance(value, bool):
-            continue
-        signed = name in ("v_min", "v_max")
-        if isinstance(value, int | float) and not signed and value < (0 if may_be_zero else 1e-300):
+        if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
             fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
         if isinstance(value, int) and value >= 2**31:
             fail(f"{flag} is {value}; give a number below 2**31")
-    for name in ("gamma", "mae_mask_ratio", "max_ratio", "priority_exponent", "priority_weight", "eval_epsilon"):
-        value, flag = getattr(args, name), "--" + name.replace("_", "-")
-        if value is not None and value > 1:
+        shares = ("gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight",
+                  "eval_epsilon")
+        if name in shares and value > 1:
             fail(f"{flag} is {value}; give a share of at most 1")
-    known = sorted(name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv"
-                   and name.startswith("ALE/"))
-    if args.env_id not in known:
-        import difflib
-
-        wanted = {name.lower(): name for name in known}
-        full = args.env_id.lower() if args.env_id.lower().startswith("ale/") else f"ale/{args.env_id.lower()}"
-        close = [wanted[name] for name in difflib.get_close_matches(full, wanted, n=3, cutoff=0.3)]
+    games = {name.lower(): name for name, spec in gym.registry.items()
+             if name.startswith("ALE/") and spec.entry_point == "ale_py.env:AtariEnv"}
+    if args.env_id not in games.values():
+        wanted = args.env_id.lower() if args.env_id.lower().startswith("ale/") else f"ale/{args.env_id.lower()}"
+        close = [games[name] for name in difflib.get_close_matches(wanted, games, n=3, cutoff=0.3)]
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
     if args.image_size % args.patch_size:
         fail(f"--image-size {args.image_size} is not a multiple of --patch-size {args.patch_size}")
     if args.image_size < 3 * args.patch_size:
         fail(f"--image-size {args.image_size} holds fewer than 3x3 patches; give at least {3 * args.patch_size}")
-    for part in ("encoder", "decoder", "agent"):
+    for part in ("encoder", "decoder"):
         width, heads = getattr(args, f"{part}_dim"), getattr(args, f"{part}_heads")
         if width % heads:
             fail(f"--{part}-dim {width} is not a multiple of --{part}-heads {heads}")
-        if part != "agent" and width % 4:
+        if width % 4:
             fail(f"--{part}-dim {width} is not a multiple of 4 (sine and cosine of two axes)")
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
@@ -234,6 +231,17 @@ def check_args(args):
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
     if args.mae_frames is not None and args.mae_frames < args.mae_batch_size:
         fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
+    if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
+        fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
+    if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
+        fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
+
+
+def check_args(args):
+    """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
+    check_common_args(args)
+    if args.agent_dim % args.agent_heads:
+        fail(f"--agent-dim {args.agent_dim} is not a multiple of --agent-heads {args.agent_heads}")
     if args.v_min >= args.v_max:
         fail(f"--v-min {args.v_min} is not below --v-max {args.v_max}")
     if args.num_atoms < 2:
@@ -246,10 +254,6 @@ def check_args(args):
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} is too small; give at least --batch-size + --n-step + --frame-stack "
              f"= {args.batch_size + args.n_step + args.frame_stack}")
-    if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
-        fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
-    if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
-        fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
 
 
 def pick_device(name):
@@ -1318,13 +1322,14 @@ if __name__ == "__main__":
         with clock("pretrain"):
             pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, writer.add_scalar)
     mae.eval().requires_grad_(False)
+    save_mae(run_dir / "mae.pt", mae, args, salient_counts)  # what took long is safe before anything else is done
     error_map = ErrorMapCache(mae, args.error_cache_size)
     if not args.mae_checkpoint:
         with clock("count salient patches"):  # which also fills the table with what random play shows
             counts = count_salient_patches(error_map, frames[:num_frames], args.lorenz_slope, device)
         salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
+        save_mae(run_dir / "mae.pt", mae, args, salient_counts)
         del frames
-    save_mae(run_dir / "mae.pt", mae, args, salient_counts)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
     max_patches = ratio_to_patches(max_ratio, mae.num_patches)

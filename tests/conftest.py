@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT))
 
 import spirl_rainbow as spirl  # noqa: E402
 
+torch.set_num_threads(1)  # repeatable, and two runs at once do not fight over the cores
+
 GAMES = ("ALE/Frostbite-v5", "ALE/MsPacman-v5", "ALE/Seaquest-v5", "ALE/BattleZone-v5")
 
 

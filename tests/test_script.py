@@ -170,7 +170,7 @@ def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(
     path, results = finished(
         tmp_path, "pong", "--env-id", "ALE/Pong-v5", "--mae-frames", "64", "--mae-epochs", "1",
         "--total-timesteps", "105", "--learning-starts", "90", "--buffer-size", "60", "--max-episode-frames", "120",
-        "--eval-episodes", "2", "--selection", "fixed")
+        "--eval-episodes", "2", "--selection", "fixed", "--threads", "1")
     mae = torch.load(path / "mae.pt", weights_only=True)
     ratio = spirl.ideal_max_ratio(mae["salient_counts"]["counts"], 144)
     assert results["max_patches"] == spirl.ratio_to_patches(ratio, 144)
