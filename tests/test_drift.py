@@ -1,0 +1,132 @@
+"""What the scripts share is the same text in each: none imports another, and a copy that drifts fails here."""
+
+import ast
+import difflib
+import sys
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = ("spirl_mae.py", "spirl_rainbow.py")
+
+# Names defined in more than one script, with the same source in each.
+SHARED = {
+    "fail", "check_common_args", "pick_device", "make_envs", "game_seeds", "sincos_positions", "PatchEmbed",
+    "Attention", "Mlp", "Block", "normalize_patches", "gather_tokens", "MaskedAutoencoder", "PAPER_MAE_FRAMES",
+    "HELD_OUT_FRAMES", "collect_random_frames", "warmup_cosine", "pretrain_mae", "mae_loss", "surrounding_patches",
+    "reconstruction_error_map", "ErrorMapCache", "select_salient_patches", "ratio_to_patches", "ideal_max_ratio",
+    "PAPER_MAX_RATIO", "count_salient_patches", "mark_patches", "write_whole", "write_json", "mae_sizes", "plain_args",
+    "save_mae", "load_mae", "COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE",
+}
+
+# Names that differ on purpose, and why.
+DIFFERENT = {
+    "Args": "each script has the arguments that it reads; a field in two scripts is compared on its own, below",
+    "check_args": "each script checks what only it has, after check_common_args",
+}
+
+# What a script may import beside the standard library: import name -> name in requirements.txt.
+PACKAGES = {"torch": "torch", "gymnasium": "gymnasium", "ale_py": "ale-py", "numpy": "numpy", "tyro": "tyro",
+            "matplotlib": "matplotlib", "tqdm": "tqdm"}
+# SummaryWriter, of torch.utils.tensorboard, needs a package that is never imported by name.
+REQUIRED_UNIMPORTED = {"tensorboard", "pytest"}
+
+
+def definitions(source):
+    """Top-level names of a script and their source, comments inside included; not what its `__main__` defines."""
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            start = min([node.lineno] + [decorator.lineno for decorator in node.decorator_list])
+            found[node.name] = "\n".join(lines[start - 1 : node.end_lineno])
+        elif isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0]).strip("()")
+            found[name] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return found
+
+
+def fields(source):
+    """Fields of Args: name -> (type, default, docstring)."""
+    body = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "Args").body
+    return {node.target.id: (ast.unparse(node.annotation), ast.unparse(node.value), ast.literal_eval(after.value))
+            for node, after in zip(body, body[1:]) if isinstance(node, ast.AnnAssign)}
+
+
+def drift(sources):
+    """Everything that is wrong with the scripts {file name: source}, a list of messages."""
+    wrong, defined = [], {name: definitions(source) for name, source in sources.items()}
+    for name in sorted({name for names in defined.values() for name in names}):
+        copies = {script: names[name] for script, names in defined.items() if name in names}
+        if len(copies) > 1 and name not in SHARED and name not in DIFFERENT:
+            wrong.append(f"{name} is in {', '.join(copies)} but neither in SHARED nor in DIFFERENT")
+        if name in SHARED:
+            (first, text), *others = copies.items()
+            for script, other in others:
+                if other != text:
+                    lines = difflib.unified_diff(text.splitlines(), other.splitlines(), first, script, lineterm="")
+                    wrong.append(f"{name} has drifted:\n" + "\n".join(lines))
+    seen = {}
+    for script, source in sources.items():
+        for name, field in fields(source).items():
+            if seen.setdefault(name, (script, field))[1] != field:
+                wrong.append(f"--{name} differs: {seen[name]} and {(script, field)}")
+        tree = ast.parse(source)
+        read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name) and node.value.id == "args"}
+        # mae_sizes and check_common_args read fields by name
+        read |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        wrong += [f"{script}: nothing reads Args.{name}" for name in fields(source) if name not in read]
+        for node in ast.walk(tree):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or "."]
+            for module in {module.split(".")[0] for module in modules}:
+                if module.startswith("spirl") or not module:
+                    wrong.append(f"{script} imports a sibling: {module}")
+                elif module not in sys.stdlib_module_names and module not in PACKAGES:
+                    wrong.append(f"{script} imports {module}, which requirements.txt does not have")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return {script: (ROOT / script).read_text() for script in SCRIPTS}
+
+
+def test_the_scripts_share_the_same_text(sources):
+    assert drift(sources) == []
+
+
+def test_every_shared_name_is_shared(sources):
+    for name in SHARED | DIFFERENT.keys():
+        assert sum(name in definitions(source) for source in sources.values()) > 1, name
+
+
+def test_requirements_are_exact_and_used():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pinned = {}
+    for line in lines:
+        requirement, _, comment = line.partition("#")
+        name, _, number = requirement.strip().partition("==")
+        assert number and comment.strip(), f"{line} is not an exact pin with a comment on what it is for"
+        pinned[name] = number
+    assert pinned.keys() == set(PACKAGES.values()) | REQUIRED_UNIMPORTED
+
+
+@pytest.mark.parametrize("before, after, message", [
+    ("return self.fc2(F.gelu(self.fc1(x)))", "return self.fc2(F.relu(self.fc1(x)))", "Mlp has drifted"),
+    ("# a view: what is painted here stays", "# a copy", "mark_patches has drifted"),
+    ('lorenz_slope: float = 0.5', 'lorenz_slope: float = 1.0', "--lorenz_slope differs"),
+    ("passes over those frames (Table 5)", "passes", "--mae_epochs differs"),
+    ("def ratio_to_patches(", "def learn(x):\n    pass\n\n\ndef ratio_to_patches(", "learn is in"),
+    ("import json", "import json\nimport scipy", "imports scipy"),
+    ("import json", "import json\nfrom spirl_rainbow import Replay", "imports a sibling"),
+    ("    coverage: float", '    never: int = 1\n    """nothing reads it"""\n    coverage: float', "reads Args.never"),
+])
+def test_the_checker_sees_each_kind_of_drift(sources, before, after, message):
+    assert sources["spirl_mae.py"].count(before) == 1
+    changed = {**sources, "spirl_mae.py": sources["spirl_mae.py"].replace(before, after)}
+    found = drift(changed)
+    assert len(found) == 1 and message in found[0]
