@@ -1,0 +1,203 @@
+"""spirl_mae.py: what its figures show, that it repeats itself, and that its checkpoints travel between the scripts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import GAMES
+from test_script import SMALL, finished, run
+
+import spirl_mae
+import spirl_rainbow as spirl
+
+SIZES = SMALL[: SMALL.index("--learning-starts")] + ["--threads", "1", "--device", "cpu"]
+
+
+def mae_run(folder, name, *flags):
+    done = run(folder, *SIZES, *flags, "--run-name", name, script="spirl_mae.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    path = folder / "runs" / name
+    return path, json.loads((path / "results.json").read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    return mae_run(tmp_path_factory.mktemp("mae"), "first")
+
+
+def test_a_run_leaves_what_the_readme_says(first):
+    path, results, printed = first
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
+    figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio", "loss"}
+    assert names == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
+    assert results["steps"] == 2 and len(results["held_out_losses"]) == 1
+    assert results["held_out_loss"] == pytest.approx(results["held_out_losses"][-1], rel=1e-6)
+    counts = torch.load(path / "mae.pt", weights_only=True)["salient_counts"]["counts"]
+    assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36)
+    for percent, share in results["kept_whole"].items():
+        kept = sum(k <= int(36 * int(percent) / 100 + 1e-6) for k in counts.tolist()) / len(counts)
+        assert share == pytest.approx(kept)
+    assert results["K"]["50%"] == int(np.median(counts)) and "encoder" in printed and "total" in printed
+
+
+def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, tmp_path):
+    again, other = mae_run(tmp_path, "again")[0], mae_run(tmp_path, "other", "--seed", "2")[0]
+    states = [torch.load(path / "mae.pt", weights_only=True) for path in (first[0], again, other)]
+    assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in states[0]["model"])
+    assert torch.equal(states[0]["salient_counts"]["counts"], states[1]["salient_counts"]["counts"])
+    assert not torch.equal(states[0]["model"]["decoder_pred.weight"], states[2]["model"]["decoder_pred.weight"])
+
+
+def test_checkpoints_travel_between_the_scripts(first, tmp_path):
+    path, results = finished(tmp_path, "rainbow", *SMALL, "--total-timesteps", "130",
+                             "--mae-checkpoint", first[0] / "mae.pt")
+    assert results["updates"] == 10
+    looked, seen, _ = mae_run(tmp_path, "looked", "--mae-checkpoint", path / "mae.pt")
+    assert seen["steps"] == 0 and not (looked / "figures/loss.png").exists()
+    states = [torch.load(file / "mae.pt", weights_only=True)["model"] for file in (first[0], path, looked)]
+    assert all(torch.equal(states[0][name], state[name]) for state in states for name in state)
+    assert seen["K"] == first[1]["K"]  # the same frames, seen by the same weights
+
+
+def test_the_authors_checkpoint_can_be_looked_at(tmp_path):
+    import argparse
+
+    torch.manual_seed(0)
+    mae = spirl_mae.MaskedAutoencoder(image_size=48, encoder_depth=1, decoder_dim=32, decoder_depth=2)
+    torch.save({"model": mae.state_dict(), "args": argparse.Namespace(epochs=100)}, tmp_path / "authors.pt")
+    path, results, _ = mae_run(tmp_path, "authors", "--mae-checkpoint", tmp_path / "authors.pt", "--mae-frames", "40")
+    state = torch.load(path / "mae.pt", weights_only=True)["model"]
+    assert all(torch.equal(value, state[name]) for name, value in mae.state_dict().items())
+    assert results["frames"] == 40
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--image-size", "64"], "has image_size 48; give --image-size 48"),
+    (["--encoder-depth", "2"], "has encoder_depth 1; give --encoder-depth 1"),
+    (["--env-id", "ALE/Pong-v5"], "is of ALE/Frostbite-v5; give --env-id ALE/Frostbite-v5"),
+])
+def test_a_checkpoint_that_does_not_fit_is_refused(first, tmp_path, flags, message):
+    done = run(tmp_path, *SIZES, *flags, "--mae-checkpoint", first[0] / "mae.pt", script="spirl_mae.py")
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_coverage_moves_mr(first, tmp_path):
+    results = mae_run(tmp_path, "half", "--mae-checkpoint", first[0] / "mae.pt", "--coverage", "0.01")[1]
+    counts = torch.load(first[0] / "mae.pt", weights_only=True)["salient_counts"]["counts"]
+    assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36, 0.01)
+
+
+def test_pretraining_beats_the_mean_of_each_patch_by_far(trained_mae, random_play):
+    """Predicting each patch's mean is predicting 0 after Eq. (2)."""
+    held_out = torch.from_numpy(np.concatenate([random_play[game][-32:] for game in GAMES]))
+    mean = spirl_mae.normalize_patches(trained_mae.patchify(held_out).float() / 255).square().mean().item()
+    assert trained_mae.losses[1] < 0.8 * mean
+
+
+def test_the_decoder_learns_the_background(random_play):
+    """[mask] + positions come near the game's median frame once trained, and do not before."""
+    frames = random_play["ALE/Seaquest-v5"]
+    median = torch.from_numpy(np.median(frames, 0).astype(np.uint8))[None]
+    torch.manual_seed(0)
+    mae = spirl_mae.MaskedAutoencoder()
+    background = spirl_mae.normalize_patches(mae.patchify(median).float() / 255)[0]
+
+    def distance():
+        return (spirl_mae.decoder_pictures(mae)[0] - background).square().mean().item()
+
+    untrained = distance()
+    args = spirl_mae.Args(mae_epochs=4, mae_learning_rate=4e-3)
+    spirl_mae.pretrain_mae(args, mae, frames[:512], frames[512:], torch.device("cpu"), lambda *scalar: None)
+    assert distance() < 0.6 * untrained
+
+
+def test_decoder_pictures_against_decode(trained_mae):
+    """With no patch, `decode` paints [mask] + positions; the other two differ from it and from each other."""
+    nothing = torch.empty(1, 0, dtype=torch.int64)
+    expected = trained_mae.decode(trained_mae.encode(torch.empty(1, 0, 192), nothing), nothing)[0]
+    both, positions, mask = spirl_mae.decoder_pictures(trained_mae)
+    torch.testing.assert_close(both, expected)
+    assert (both - positions).abs().max() > 1e-3 and (both - mask).abs().max() > 1e-3
+    assert (mask - mask[0]).abs().max() < 1e-4  # without positions every patch is the same
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures as the script draws them, kept open for a look instead of being written."""
+    figures = []
+    monkeypatch.setattr(spirl_mae, "save_figure", lambda figure, path: figures.append(figure))
+    yield figures
+    spirl_mae.plt.close("all")
+
+
+def images(axis):
+    return np.asarray(axis.get_images()[0].get_array())
+
+
+def test_the_reconstruction_figure(trained_mae, random_play, drawn):
+    frames = torch.from_numpy(random_play["ALE/MsPacman-v5"][::250].copy())
+    spirl_mae.draw_reconstruction(trained_mae, frames, None)
+    axes = np.array(drawn[0].axes).reshape(len(frames), 6)
+    assert [axis.get_title() != "" for axis in axes[0]] == [True] * 6
+    rebuilt = spirl_mae.rebuild_from_surroundings(trained_mae, frames)
+    errors = spirl.reconstruction_error_map(trained_mae, frames)
+    target = spirl.normalize_patches(trained_mae.patchify(frames).float() / 255)
+    torch.testing.assert_close((rebuilt - target).square().mean(2), errors, rtol=1e-5, atol=1e-6)
+    for row, frame, patches, error in zip(axes, frames, rebuilt, errors):
+        assert (images(row[0]) == frame.numpy()).all()
+        for i in (0, 5, 143):  # a patch of the picture is that patch, at its place
+            at = (slice(i // 12 * 8, i // 12 * 8 + 8), slice(i % 12 * 8, i % 12 * 8 + 8))
+            expected = (0.5 + patches[i].unflatten(0, (8, 8, 3)) / 5).clamp(0, 1)
+            np.testing.assert_allclose(images(row[1])[at], expected, atol=1e-6)
+        assert images(row[2]).reshape(-1).tolist() == error.tolist()
+        pictures = [images(axis) for axis in row[3:]]
+        assert all(picture.shape == (96, 96, 3) for picture in pictures) and (pictures[0] != pictures[2]).any()
+
+
+def is_marked(picture, i, side=12):
+    """Whether patch i of a picture has a red frame."""
+    size = len(picture) // side
+    square = picture[i // side * size : (i // side + 1) * size, i % side * size : (i % side + 1) * size]
+    return (square[0] == (255, 0, 0)).all() and (square[:, -1] == (255, 0, 0)).all()
+
+
+def test_the_selection_figures(trained_mae, random_play, drawn):
+    frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][::50].copy())
+    errors = spirl.reconstruction_error_map(trained_mae, frames)
+    patch_ids, count = spirl.select_salient_patches(errors, 144)
+    spirl_mae.draw_selection(trained_mae, frames[:3], errors[:3], (0.2, 0.1), 0.5, None)
+    axes = np.array(drawn[0].axes).reshape(4, 3)
+    for column in range(3):
+        k, order = int(count[column]), patch_ids[column].tolist()
+        ascending = sorted(errors[column].tolist())
+        line, _, point = axes[0, column].get_lines()
+        for n in (0, 1, 70, 144):
+            assert line.get_xdata()[n] == pytest.approx(n / 144)
+            assert line.get_ydata()[n] == pytest.approx(sum(ascending[:n]) / sum(ascending), abs=1e-5)
+        assert point.get_xdata() == [pytest.approx(1 - k / 144)] and str(k) in axes[1, column].get_title()
+        for axis, kept in zip(axes[1:, column], (k, 28, 14)):
+            assert {i for i in range(144) if is_marked(images(axis), i)} == set(order[:kept])
+    spirl_mae.draw_salient_patches(trained_mae, frames, errors, 28, 0.5, None)
+    capped_ids, capped = spirl.select_salient_patches(errors, 28)
+    for axis, ids, k in zip(drawn[1].axes, capped_ids.tolist(), capped.tolist()):
+        assert {i for i in range(144) if is_marked(images(axis), i)} == set(ids[:k])
+        assert f"{k} of 144" in axis.get_title()
+
+
+def test_the_max_ratio_figure(drawn):
+    counts = torch.tensor([7] * 30 + [8] * 50 + [50] * 15 + [51] * 5)  # 5 % keeps 7, 10 % keeps 14, 35 % 50, 40 % 57
+    spirl_mae.draw_max_ratio(counts, 144, 0.40, 0.35, None)
+    axis = drawn[0].axes[0]
+    heights = {round(bar.get_x() + bar.get_width() / 2, 2): bar.get_height() for bar in axis.patches}
+    assert {x: height for x, height in heights.items() if height} == {2.5: 30.0, 7.5: 50.0, 32.5: 15.0, 37.5: 5.0}
+    assert [line.get_xdata()[0] for line in axis.get_lines()] == [40.0, 35.0]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["mr* = 40%", "ratio in use = 35%"]
+
+
+def test_the_loss_figure(drawn):
+    spirl_mae.draw_loss([(1, 0.9), (2, 0.5)], [(2, 0.6)], None)
+    lines = drawn[0].axes[0].get_lines()
+    assert [list(map(float, line.get_ydata())) for line in lines] == [[0.9, 0.5], [0.6]]
+    assert drawn[0].axes[0].get_yscale() == "log"
