@@ -15,7 +15,7 @@ Contents, in reading order:
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
     4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, ideal_max_ratio
-    5. Figures        rebuild_from_surroundings, decoder_pictures, draw_...
+    5. Figures        decoder_pictures, paint, draw_...
     6. Files          write_whole, save_mae, load_mae
     7. Main
 
@@ -67,15 +67,15 @@ class Args:
     device: str = "auto"
     """auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; a named device that is absent is an error"""
     threads: int = 0
-    """CPU threads that PyTorch uses (0: its own choice); two runs of one thread each beat one run of two"""
+    """CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine"""
     run_name: str = ""
     """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
 
     # The masked auto-encoder and its pre-training
     mae_checkpoint: Path | None = None
-    """a pre-trained mae.pt of the same game and sizes; with it nothing is collected or pre-trained"""
+    """a mae.pt of the same game and sizes, in place of pre-training one"""
     mae_frames: int | None = None
-    """frames of random play to pre-train on (Table 6: 5,000 for Frostbite, 50,000 for the others; the default)"""
+    """frames of random play (the default is Table 6's: 5,000 for Frostbite, 50,000 for any other game)"""
     mae_epochs: int = 50
     """passes over those frames (Table 5); a tenth of them warms the learning rate up (Table 5: 5 of 50)"""
     mae_batch_size: int = 64
@@ -488,19 +488,23 @@ def surrounding_patches(side):
 
 
 @torch.no_grad()
+def rebuild_from_surroundings(mae, frames):
+    """Eq. (3): each patch of uint8 frames (B, H, W, 3) as rebuilt from those around it alone, (B, N, p*p*3)."""
+    patches = mae.patchify(frames).float() / 255
+    rebuilt = torch.empty_like(patches)
+    for position, around in enumerate(surrounding_patches(mae.side)):
+        ids = torch.tensor(around, device=frames.device).expand(len(frames), -1)
+        rebuilt[:, position] = mae.decode(mae.encode(gather_tokens(patches, ids), ids), ids)[:, position]
+    return rebuilt
+
+
 def reconstruction_error_map(mae, frames):
-    """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings, Eq. (3).
+    """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings.
 
     The plain definition, one pass of the whole MAE a patch. `ErrorMapCache` gives the same values far faster.
     """
-    patches = mae.patchify(frames).float() / 255
-    target = normalize_patches(patches)
-    errors = torch.empty(patches.shape[:2], device=frames.device)
-    for position, around in enumerate(surrounding_patches(mae.side)):
-        ids = torch.tensor(around, device=frames.device).expand(len(frames), -1)
-        rebuilt = mae.decode(mae.encode(gather_tokens(patches, ids), ids), ids)[:, position]  # Eq. (3)
-        errors[:, position] = (rebuilt - target[:, position]).square().mean(1)
-    return errors
+    target = normalize_patches(mae.patchify(frames).float() / 255)  # Eq. (2)
+    return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
 
 
 class ErrorMapCache:
@@ -733,17 +737,6 @@ BLUE, VERMILION, ORANGE, GREEN = "#0072b2", "#d55e00", "#e69f00", "#009e73"  # t
 
 
 @torch.no_grad()
-def rebuild_from_surroundings(mae, frames):
-    """Eq. (3) as a picture: each patch of uint8 frames (B, H, W, 3) rebuilt from those around it, (B, N, p*p*3)."""
-    patches = mae.patchify(frames).float() / 255
-    rebuilt = torch.empty_like(patches)
-    for position, around in enumerate(surrounding_patches(mae.side)):
-        ids = torch.tensor(around, device=frames.device).expand(len(frames), -1)
-        rebuilt[:, position] = mae.decode(mae.encode(gather_tokens(patches, ids), ids), ids)[:, position]
-    return rebuilt
-
-
-@torch.no_grad()
 def decoder_pictures(mae):
     """What the decoder paints without a single patch (Fig. 2, columns 4 to 6), three (N, p*p*3).
 
@@ -779,7 +772,8 @@ def draw_reconstruction(mae, frames, path):
 
     Colours are of normalised patches, Eq. (2), so they differ from the frame's.
     """
-    rebuilt, errors = rebuild_from_surroundings(mae, frames), reconstruction_error_map(mae, frames)
+    rebuilt = rebuild_from_surroundings(mae, frames)
+    errors = (rebuilt - normalize_patches(mae.patchify(frames).float() / 255)).square().mean(2)  # (B, N)
     alone = [paint(picture, mae.side) for picture in decoder_pictures(mae)]
     titles = ("frame", "rebuilt from\nsurroundings", "error map\n(brighter: larger)",
               "decoder alone:\n[mask] + positions", "decoder alone:\npositions", "decoder alone:\n[mask]")

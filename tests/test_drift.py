@@ -14,7 +14,8 @@ SHARED = {
     "fail", "check_common_args", "pick_device", "make_envs", "game_seeds", "sincos_positions", "PatchEmbed",
     "Attention", "Mlp", "Block", "normalize_patches", "gather_tokens", "MaskedAutoencoder", "PAPER_MAE_FRAMES",
     "HELD_OUT_FRAMES", "collect_random_frames", "warmup_cosine", "pretrain_mae", "mae_loss", "surrounding_patches",
-    "reconstruction_error_map", "ErrorMapCache", "select_salient_patches", "ratio_to_patches", "ideal_max_ratio",
+    "rebuild_from_surroundings", "reconstruction_error_map", "ErrorMapCache", "select_salient_patches",
+    "ratio_to_patches", "ideal_max_ratio",
     "PAPER_MAX_RATIO", "count_salient_patches", "mark_patches", "write_whole", "write_json", "mae_sizes", "plain_args",
     "save_mae", "load_mae", "COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE",
 }
@@ -73,8 +74,9 @@ def drift(sources):
         tree = ast.parse(source)
         read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name) and node.value.id == "args"}
-        # mae_sizes and check_common_args read fields by name
-        read |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        # mae_sizes reads fields by name
+        read |= {name.value for node in ast.walk(tree) if getattr(node, "name", "") == "mae_sizes"
+                 for name in ast.walk(node) if isinstance(name, ast.Constant)}
         wrong += [f"{script}: nothing reads Args.{name}" for name in fields(source) if name not in read]
         for node in ast.walk(tree):
             modules = []
