@@ -163,7 +163,8 @@ def check_common_args(args):
         fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
-    if args.mae_frames is not None and args.mae_frames < args.mae_batch_size:
+    too_few = args.mae_frames is not None and args.mae_frames < args.mae_batch_size
+    if too_few and args.mae_checkpoint is None:
         fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
     if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
@@ -733,7 +734,7 @@ def count_salient_patches(error_map, frames, lorenz_slope, device, batch_size=64
 
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
 
-BLUE, VERMILION, ORANGE, GREEN = "#0072b2", "#d55e00", "#e69f00", "#009e73"  # told apart by colour-blind readers too
+BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # told apart by colour-blind readers too
 
 
 @torch.no_grad()
@@ -779,11 +780,14 @@ def draw_reconstruction(mae, frames, path):
               "decoder alone:\n[mask] + positions", "decoder alone:\npositions", "decoder alone:\n[mask]")
     size = (15, 2.55 * len(frames) + 0.7)
     figure, axes = plt.subplots(len(frames), 6, figsize=size, layout="constrained", squeeze=False)
+    brightest = errors.max().item()  # one scale for all maps: a bright patch is as salient in one as in another
     for row, frame, patches, error in zip(axes, frames, rebuilt, errors, strict=True):
         error = error.unflatten(0, (mae.side, -1)).cpu()
         for axis, picture in zip(row, [frame.cpu(), paint(patches, mae.side), error, *alone], strict=True):
-            axis.imshow(picture, cmap="viridis")
+            shown = axis.imshow(picture, cmap="viridis", vmin=0, vmax=brightest)
             axis.axis("off")
+            if picture is error:
+                figure.colorbar(shown, ax=axis, shrink=0.8).ax.tick_params(labelsize=12)
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title, fontsize=15)
     save_figure(figure, path)
@@ -815,15 +819,18 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
         at = (N - k) / N
         axis.axvline(at, color=VERMILION, linestyle="--", linewidth=2)
         axis.plot(at, curve[N - k], "o", color=VERMILION, markersize=9)
-        axis.set_title(f"K = {k}", fontsize=15)
-        axis.set_xlabel("share of the patches", fontsize=13)
-        axis.set_aspect("equal")
-        picks = [(f"dynamic-K: {k}", k)] + [(f"fixed K = {r:.0%} of {N}", ratio_to_patches(r, N)) for r in fixed_ratios]
+        axis.axline((at, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # as steep as the curve is there
+        axis.set_title(f"slope {lorenz_slope:g}: K = {k}", fontsize=15)
+        axis.set_xlabel("share of the patches", fontsize=14)
+        axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+        axis.tick_params(labelsize=13)
+        fixed = [ratio_to_patches(ratio, N) for ratio in fixed_ratios]
+        picks = [(f"dynamic-K: {k}", k)] + [(f"fixed K: {kept}", kept) for kept in fixed]
         for axis, (title, kept) in zip(axes[1:, column], picks, strict=True):
             axis.imshow(mark_patches(frame.cpu().numpy(), ids[:kept].tolist(), [], mae.side))
             axis.set_title(title, fontsize=15)
             axis.axis("off")
-    axes[0, 0].set_ylabel("share of the error", fontsize=13)
+    axes[0, 0].set_ylabel("share of the error", fontsize=14)
     save_figure(figure, path)
 
 
@@ -839,15 +846,18 @@ def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
     save_figure(figure, path)
 
 
-def draw_max_ratio(counts, num_patches, ideal, adopted, path):
+def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     """Fig. 8: the histogram of K over frames, in steps of 5 % of the patches, with mr* and the ratio in use."""
     figure, axis = plt.subplots(figsize=(9, 5.4), layout="constrained")
     # The bin that ends at 35 % holds the frames that a maximal ratio of 35 % keeps whole and 30 % does not.
     edges = [0] + [ratio_to_patches(percent / 100, num_patches) for percent in range(5, 101, 5)]
     shares = [((counts > low) & (counts <= high)).double().mean().item() for low, high in zip(edges, edges[1:])]
     axis.bar([percent - 2.5 for percent in range(5, 101, 5)], [100 * share for share in shares], width=4.6, color=BLUE)
-    axis.axvline(100 * ideal, color=VERMILION, linewidth=3, label=f"mr* = {ideal:.0%}")
-    axis.axvline(100 * adopted, color=ORANGE, linewidth=3, linestyle="--", label=f"ratio in use = {adopted:.0%}")
+    for name, ratio, colour, style in (("mr*", ideal, VERMILION, "-"), ("ratio in use", adopted, ORANGE, "--")):
+        whole = (counts <= ratio_to_patches(ratio, num_patches)).double().mean().item()
+        label = f"{name}: {100 * ratio:g} %, keeps {100 * whole:.2f} % of the frames whole"
+        axis.axvline(100 * ratio, color=colour, linewidth=3, linestyle=style, label=label)
+    axis.set_title(title, fontsize=15)
     axis.set_xlabel("salient patches, % of all", fontsize=15)
     axis.set_ylabel("% of the frames", fontsize=15)
     axis.set_xticks(range(0, 101, 10))
@@ -965,7 +975,7 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     with torch.device(device):
         mae = MaskedAutoencoder(**mae_sizes(args))
-    if args.mae_checkpoint:
+    if args.mae_checkpoint:  # only look
         load_mae(args.mae_checkpoint, mae, args)
 
     game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
@@ -999,14 +1009,15 @@ if __name__ == "__main__":
 
             pretrain_mae(args, mae, frames, held_out, device, log)
     mae.eval().requires_grad_(False)
-    save_mae(run_dir / "mae.pt", mae, args, None)  # what took long is safe before anything else is done
-    held_out_loss = mae_loss(mae, torch.from_numpy(held_out).to(device), args.mae_mask_ratio, args.mae_batch_size)
+    if not args.mae_checkpoint:
+        save_mae(run_dir / "mae.pt", mae, args, None)  # what took long is safe before anything else is done
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     error_map = ErrorMapCache(mae, args.error_cache_size)
     with clock("count salient patches"):
         counts = count_salient_patches(error_map, frames, args.lorenz_slope, device)
-    save_mae(run_dir / "mae.pt", mae, args, {"counts": counts, "lorenz_slope": args.lorenz_slope})
+    if not args.mae_checkpoint:
+        save_mae(run_dir / "mae.pt", mae, args, {"counts": counts, "lorenz_slope": args.lorenz_slope})
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio if args.max_ratio is not None else PAPER_MAX_RATIO.get(args.env_id, ideal)
     kept_whole = {percent: (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
@@ -1023,7 +1034,8 @@ if __name__ == "__main__":
                        figures / "salient_selection.png")
         draw_salient_patches(mae, some, errors, ratio_to_patches(max_ratio, mae.num_patches), args.lorenz_slope,
                              figures / "salient_patches.png")
-        draw_max_ratio(counts, mae.num_patches, ideal, max_ratio, figures / "max_ratio.png")
+        draw_max_ratio(counts, mae.num_patches, ideal, max_ratio,
+                       f"{game_name}: {num_frames:,} frames, slope {args.lorenz_slope:g}", figures / "max_ratio.png")
         if curves["mae/loss"]:
             draw_loss(curves["mae/loss"], curves["mae/held_out_loss"], figures / "loss.png")
 
@@ -1032,8 +1044,8 @@ if __name__ == "__main__":
     quantiles = {f"{q}%": int(np.percentile(counts, q)) for q in (0, 5, 25, 50, 75, 95, 100)}
     results = {
         "env_id": args.env_id, "method": "mae", "seed": args.seed, "args": plain_args(args),
-        "frames": num_frames, "steps": len(curves["mae/loss"]), "held_out_loss": held_out_loss,
-        "held_out_losses": [value for _, value in curves["mae/held_out_loss"]],
+        "frames": num_frames, "steps": len(curves["mae/loss"]),
+        "held_out_losses": [value for _, value in curves["mae/held_out_loss"]],  # at the end of each epoch
         "final_loss": float(np.mean([value for _, value in curves["mae/loss"][-50:]])) if images else None,
         "images_per_second": images / seconds["pretrain"] if images else None,
         "K": {"mean": counts.double().mean().item(), **quantiles}, "lorenz_slope": args.lorenz_slope,
@@ -1046,8 +1058,10 @@ if __name__ == "__main__":
     write_json(run_dir / "results.json", results)
     if images:
         print(f"{images} images, {results['images_per_second']:.0f} a second; loss {results['final_loss']:.4f}, on "
-              f"held-out frames {held_out_loss:.4f}")
+              f"held-out frames {results['held_out_losses'][-1]:.4f}")
     print("ratio " + " ".join(f"{percent:3d}%" for percent in kept_whole))
     print("whole " + " ".join(f"{share:4.0%}" for share in kept_whole.values()) + "  of the frames")
-    print(f"K: {results['K']}; mr* at {args.coverage:.1%}: {ideal:.0%} (paper: {PAPER_IDEAL_RATIO.get(args.env_id)}); "
-          f"see {run_dir}/figures")
+    paper = f", the paper's is {PAPER_IDEAL_RATIO[args.env_id]:.0%}" if args.env_id in PAPER_IDEAL_RATIO else ""
+    print(f"K: {results['K']}")
+    print(f"mr* at coverage {args.coverage:g}: {ideal:.0%}, which keeps {kept_whole[round(100 * ideal)]:.2%} of the "
+          f"frames whole{paper}; see {run_dir}/figures")

@@ -229,7 +229,8 @@ def check_common_args(args):
         fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
-    if args.mae_frames is not None and args.mae_frames < args.mae_batch_size:
+    too_few = args.mae_frames is not None and args.mae_frames < args.mae_batch_size
+    if too_few and args.mae_checkpoint is None:
         fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
     if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")

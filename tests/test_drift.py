@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-SCRIPTS = ("spirl_mae.py", "spirl_rainbow.py")
+SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 
 # Names defined in more than one script, with the same source in each.
 SHARED = {
@@ -17,7 +17,7 @@ SHARED = {
     "rebuild_from_surroundings", "reconstruction_error_map", "ErrorMapCache", "select_salient_patches",
     "ratio_to_patches", "ideal_max_ratio",
     "PAPER_MAX_RATIO", "count_salient_patches", "mark_patches", "write_whole", "write_json", "mae_sizes", "plain_args",
-    "save_mae", "load_mae", "COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE",
+    "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE",
 }
 
 # Names that differ on purpose, and why.
@@ -34,15 +34,27 @@ REQUIRED_UNIMPORTED = {"tensorboard", "pytest"}
 
 
 def definitions(source):
-    """Top-level names of a script and their source, comments inside included; not what its `__main__` defines."""
+    """Top-level names of a script and their source, with the comments above and inside; without its `__main__`."""
     lines, found = source.splitlines(), {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            start = min([node.lineno] + [decorator.lineno for decorator in node.decorator_list])
-            found[node.name] = "\n".join(lines[start - 1 : node.end_lineno])
-        elif isinstance(node, ast.Assign):
-            name = ast.unparse(node.targets[0]).strip("()")
-            found[name] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+
+    def walk(body):
+        for node in body:
+            names = []
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [name.id for target in targets for name in ast.walk(target)
+                         if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
+            elif isinstance(node, ast.If | ast.Try | ast.With) and "__main__" not in ast.unparse(node).splitlines()[0]:
+                walk([child for field in ("body", "orelse", "finalbody") for child in getattr(node, field, [])])
+            start = min([node.lineno] + [decorator.lineno for decorator in getattr(node, "decorator_list", [])])
+            while lines[start - 2].startswith("# ") and not lines[start - 2].startswith("# ---"):
+                start -= 1
+            for name in names:
+                found[name] = "\n".join(lines[start - 1 : node.end_lineno])
+
+    walk(ast.parse(source).body)
     return found
 
 
@@ -50,12 +62,12 @@ def fields(source):
     """Fields of Args: name -> (type, default, docstring)."""
     body = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "Args").body
     return {node.target.id: (ast.unparse(node.annotation), ast.unparse(node.value), ast.literal_eval(after.value))
-            for node, after in zip(body, body[1:]) if isinstance(node, ast.AnnAssign)}
+            for node, after in zip(body, body[1:] + [None]) if isinstance(node, ast.AnnAssign)}
 
 
 def drift(sources):
     """Everything that is wrong with the scripts {file name: source}, a list of messages."""
-    wrong, defined = [], {name: definitions(source) for name, source in sources.items()}
+    wrong, bound, defined = [], {}, {name: definitions(source) for name, source in sources.items()}
     for name in sorted({name for names in defined.values() for name in names}):
         copies = {script: names[name] for script, names in defined.items() if name in names}
         if len(copies) > 1 and name not in SHARED and name not in DIFFERENT:
@@ -72,8 +84,11 @@ def drift(sources):
             if seen.setdefault(name, (script, field))[1] != field:
                 wrong.append(f"--{name} differs: {seen[name]} and {(script, field)}")
         tree = ast.parse(source)
+        checks = {node for check in tree.body if getattr(check, "name", "").startswith("check_")
+                  for node in ast.walk(check)}  # to check an argument is not to use it
         read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name) and node.value.id == "args"}
+                and isinstance(node.value, ast.Name) and node.value.id == "args"
+                and isinstance(node.ctx, ast.Load) and node not in checks}
         # mae_sizes reads fields by name
         read |= {name.value for node in ast.walk(tree) if getattr(node, "name", "") == "mae_sizes"
                  for name in ast.walk(node) if isinstance(name, ast.Constant)}
@@ -84,8 +99,13 @@ def drift(sources):
                 modules = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 modules = [node.module or "."]
+            for alias in getattr(node, "names", []) if modules else []:
+                origin = f"{getattr(node, 'module', '')}:{alias.name}"
+                if bound.setdefault(alias.asname or alias.name, origin) != origin:
+                    wrong.append(f"{script}: {alias.asname or alias.name} is not what it is in another script")
             for module in {module.split(".")[0] for module in modules}:
-                if module.startswith("spirl") or not module:
+                by_name = module == "importlib" and getattr(node, "module", "") != "importlib.metadata"
+                if module.startswith("spirl") or not module or by_name:
                     wrong.append(f"{script} imports a sibling: {module}")
                 elif module not in sys.stdlib_module_names and module not in PACKAGES:
                     wrong.append(f"{script} imports {module}, which requirements.txt does not have")
@@ -123,6 +143,11 @@ def test_requirements_are_exact_and_used():
     ('lorenz_slope: float = 0.5', 'lorenz_slope: float = 1.0', "--lorenz_slope differs"),
     ("passes over those frames (Table 5)", "passes", "--mae_epochs differs"),
     ("def ratio_to_patches(", "def learn(x):\n    pass\n\n\ndef ratio_to_patches(", "learn is in"),
+    ("\nHELD_OUT_FRAMES = 256", "\nHELD_OUT_FRAMES: int = 256", "HELD_OUT_FRAMES has drifted"),
+    ("# Each purpose has", "# Every purpose has", "ACT has drifted"),
+    ("BLUE, VERMILION,", "learn, VERMILION,", "learn is in"),
+    ("import tyro\n", "import tyro as F\n", "F is not what it is"),
+    ("import json", "import json\nimport importlib", "imports a sibling"),
     ("import json", "import json\nimport scipy", "imports scipy"),
     ("import json", "import json\nfrom spirl_rainbow import Replay", "imports a sibling"),
     ("    coverage: float", '    never: int = 1\n    """nothing reads it"""\n    coverage: float', "reads Args.never"),
@@ -131,4 +156,5 @@ def test_the_checker_sees_each_kind_of_drift(sources, before, after, message):
     assert sources["spirl_mae.py"].count(before) == 1
     changed = {**sources, "spirl_mae.py": sources["spirl_mae.py"].replace(before, after)}
     found = drift(changed)
-    assert len(found) == 1 and message in found[0]
+    assert found and message in found[0]
+    assert len(found) == (6 if "purpose" in before else 1)  # six names stand in that one line

@@ -1,17 +1,23 @@
 """spirl_mae.py: what its figures show, that it repeats itself, and that its checkpoints travel between the scripts."""
 
+import argparse
 import json
+import re
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from conftest import GAMES
-from test_script import SMALL, finished, run
+from test_mae import count
+from test_script import SMALL, finished, run, run_here
 
 import spirl_mae
 import spirl_rainbow as spirl
 
-SIZES = SMALL[: SMALL.index("--learning-starts")] + ["--threads", "1", "--device", "cpu"]
+# As SMALL, but trained long enough that K differs from frame to frame.
+SIZES = SMALL[: SMALL.index("--mae-frames")] + [
+    "--mae-frames", "256", "--mae-epochs", "12", "--mae-batch-size", "32", "--mae-learning-rate", "0.016",
+    "--max-episode-frames", "600", "--threads", "1", "--device", "cpu"]
 
 
 def mae_run(folder, name, *flags):
@@ -31,14 +37,40 @@ def test_a_run_leaves_what_the_readme_says(first):
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
     figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio", "loss"}
     assert names == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
-    assert results["steps"] == 2 and len(results["held_out_losses"]) == 1
-    assert results["held_out_loss"] == pytest.approx(results["held_out_losses"][-1], rel=1e-6)
+    assert results["steps"] == 96 and len(results["held_out_losses"]) == 12
+    assert results["held_out_losses"][-1] < results["held_out_losses"][0]
     counts = torch.load(path / "mae.pt", weights_only=True)["salient_counts"]["counts"]
+    assert len(counts) == 256 and len(set(counts.tolist())) > 1
     assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36)
+    assert 0 < sum(0 < share < 1 for share in results["kept_whole"].values())
     for percent, share in results["kept_whole"].items():
         kept = sum(k <= int(36 * int(percent) / 100 + 1e-6) for k in counts.tolist()) / len(counts)
         assert share == pytest.approx(kept)
-    assert results["K"]["50%"] == int(np.median(counts)) and "encoder" in printed and "total" in printed
+    assert results["K"]["50%"] == int(np.median(counts))
+    model = spirl.MaskedAutoencoder(image_size=48, encoder_depth=1, decoder_dim=32, decoder_depth=2)
+    for part, number in (("encoder", count([model.patch_embed, model.blocks, model.norm])), ("total", count([model]))):
+        assert re.search(rf"^{part} +{number:,}$", printed, re.MULTILINE)
+
+
+def test_the_figures_are_drawn_from_the_runs_frames_and_counts(tmp_path, first, monkeypatch):
+    """What the script hands to its figures, in a run in this process that looks at the first run's checkpoint."""
+    shown = {}
+    monkeypatch.setattr(plt.Figure, "savefig", lambda figure, path, **kwargs: (
+        shown.update({path.name.split(".", 2)[2]: figure}), path.write_bytes(b"drawn")))
+    end = run_here(tmp_path, monkeypatch, *SIZES, "--mae-checkpoint", first[0] / "mae.pt", "--run-name", "here",
+                   script="spirl_mae.py")
+    frames = spirl.collect_random_frames(spirl.Args(image_size=48, max_episode_frames=600), 512)[:256]
+    assert (end["frames"] == frames).all()
+    spread = [int(i) for i in np.linspace(0, 255, 12)]
+    firsts = [np.asarray(axis.get_images()[0].get_array()) for axis in shown["mae_reconstruction.png"].axes[:24:6]]
+    assert all((got == frames[spread[i]]).all() for got, i in zip(firsts, (1, 4, 7, 10)))
+    assert all((np.asarray(axis.get_images()[0].get_array())[6::16, 6::16] == frames[i][1::4, 1::4]).all()
+               for axis, i in zip(shown["salient_patches.png"].axes, spread))
+    counts = torch.load(first[0] / "mae.pt", weights_only=True)["salient_counts"]["counts"]
+    bars = [bar.get_height() for bar in shown["max_ratio.png"].axes[0].patches]
+    assert bars[15] == pytest.approx(100 * (counts == 28).double().mean().item())  # 75 % keeps 27 of 36, 80 % keeps 28
+    assert [axis.get_title() for axis in shown["salient_selection.png"].axes[:12:6]] != []
+    assert set(shown) == {"mae_reconstruction.png", "salient_selection.png", "salient_patches.png", "max_ratio.png"}
 
 
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, tmp_path):
@@ -54,22 +86,32 @@ def test_checkpoints_travel_between_the_scripts(first, tmp_path):
                              "--mae-checkpoint", first[0] / "mae.pt")
     assert results["updates"] == 10
     looked, seen, _ = mae_run(tmp_path, "looked", "--mae-checkpoint", path / "mae.pt")
-    assert seen["steps"] == 0 and not (looked / "figures/loss.png").exists()
-    states = [torch.load(file / "mae.pt", weights_only=True)["model"] for file in (first[0], path, looked)]
-    assert all(torch.equal(states[0][name], state[name]) for state in states for name in state)
+    assert seen["steps"] == 0 and not (looked / "figures/loss.png").exists() and not (looked / "mae.pt").exists()
+    states = [torch.load(file / "mae.pt", weights_only=True) for file in (first[0], path)]
+    assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in states[0]["model"])
+    assert torch.equal(*(state["salient_counts"]["counts"] for state in states))
     assert seen["K"] == first[1]["K"]  # the same frames, seen by the same weights
 
 
 def test_the_authors_checkpoint_can_be_looked_at(tmp_path):
-    import argparse
-
     torch.manual_seed(0)
     mae = spirl_mae.MaskedAutoencoder(image_size=48, encoder_depth=1, decoder_dim=32, decoder_depth=2)
     torch.save({"model": mae.state_dict(), "args": argparse.Namespace(epochs=100)}, tmp_path / "authors.pt")
-    path, results, _ = mae_run(tmp_path, "authors", "--mae-checkpoint", tmp_path / "authors.pt", "--mae-frames", "40")
-    state = torch.load(path / "mae.pt", weights_only=True)["model"]
-    assert all(torch.equal(value, state[name]) for name, value in mae.state_dict().items())
-    assert results["frames"] == 40
+    _, results, _ = mae_run(tmp_path, "authors", "--mae-checkpoint", tmp_path / "authors.pt", "--mae-frames", "30")
+    frames = torch.from_numpy(spirl.collect_random_frames(spirl.Args(image_size=48, max_episode_frames=600), 30))
+    counts = spirl.select_salient_patches(spirl.reconstruction_error_map(mae.eval(), frames), 36)[1]
+    assert results["frames"] == 30 and results["K"]["mean"] == pytest.approx(counts.double().mean().item(), abs=0.2)
+
+
+def test_a_checkpoint_that_carries_code_does_not_run_it(tmp_path):
+    class Malicious:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "made"), "w"))
+
+    torch.save({"model": {}, "args": Malicious()}, tmp_path / "bad.pt")
+    done = run(tmp_path, *SIZES, "--mae-checkpoint", tmp_path / "bad.pt", script="spirl_mae.py")
+    assert done.returncode == 2 and "is not a MAE checkpoint" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "made").exists() and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -86,31 +128,32 @@ def test_a_checkpoint_that_does_not_fit_is_refused(first, tmp_path, flags, messa
 def test_coverage_moves_mr(first, tmp_path):
     results = mae_run(tmp_path, "half", "--mae-checkpoint", first[0] / "mae.pt", "--coverage", "0.01")[1]
     counts = torch.load(first[0] / "mae.pt", weights_only=True)["salient_counts"]["counts"]
-    assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36, 0.01)
+    assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36, 0.01) < first[1]["ideal_max_ratio"]
 
 
-def test_pretraining_beats_the_mean_of_each_patch_by_far(trained_mae, random_play):
-    """Predicting each patch's mean is predicting 0 after Eq. (2)."""
-    held_out = torch.from_numpy(np.concatenate([random_play[game][-32:] for game in GAMES]))
-    mean = spirl_mae.normalize_patches(trained_mae.patchify(held_out).float() / 255).square().mean().item()
-    assert trained_mae.losses[1] < 0.8 * mean
-
-
-def test_the_decoder_learns_the_background(random_play):
-    """[mask] + positions come near the game's median frame once trained, and do not before."""
+def test_a_tiny_pretraining_learns_the_game_and_its_background(random_play):
+    """On held-out frames it beats predicting each patch's mean (0 after Eq. (2)) by far, and what the decoder paints
+    from [mask] + positions alone comes near the game's median frame, which it does not before."""
     frames = random_play["ALE/Seaquest-v5"]
-    median = torch.from_numpy(np.median(frames, 0).astype(np.uint8))[None]
+    median, held_out = torch.from_numpy(np.median(frames, 0).astype(np.uint8))[None], frames[512:]
     torch.manual_seed(0)
     mae = spirl_mae.MaskedAutoencoder()
-    background = spirl_mae.normalize_patches(mae.patchify(median).float() / 255)[0]
+
+    def normalised(frames):
+        return spirl_mae.normalize_patches(mae.patchify(frames).float() / 255)
 
     def distance():
-        return (spirl_mae.decoder_pictures(mae)[0] - background).square().mean().item()
+        return (spirl_mae.decoder_pictures(mae)[0] - normalised(median)[0]).square().mean().item()
 
     untrained = distance()
-    args = spirl_mae.Args(mae_epochs=4, mae_learning_rate=4e-3)
-    spirl_mae.pretrain_mae(args, mae, frames[:512], frames[512:], torch.device("cpu"), lambda *scalar: None)
-    assert distance() < 0.6 * untrained
+    args = spirl_mae.Args(mae_epochs=6, mae_batch_size=32, mae_learning_rate=8e-3)
+    loss = spirl_mae.pretrain_mae(args, mae, frames[:512], held_out, torch.device("cpu"), lambda *scalar: None)
+    assert loss < 0.5 * normalised(torch.from_numpy(held_out)).square().mean().item()
+    trained = distance()
+    other = torch.from_numpy(np.median(random_play["ALE/MsPacman-v5"], 0).astype(np.uint8))[None]
+    assert trained < 0.6 * untrained
+    assert trained < 0.6 * normalised(median).square().mean().item()  # grey would not do
+    assert trained < 0.6 * (spirl_mae.decoder_pictures(mae)[0] - normalised(other)[0]).square().mean().item()
 
 
 def test_decoder_pictures_against_decode(trained_mae):
@@ -139,8 +182,10 @@ def images(axis):
 def test_the_reconstruction_figure(trained_mae, random_play, drawn):
     frames = torch.from_numpy(random_play["ALE/MsPacman-v5"][::250].copy())
     spirl_mae.draw_reconstruction(trained_mae, frames, None)
-    axes = np.array(drawn[0].axes).reshape(len(frames), 6)
-    assert [axis.get_title() != "" for axis in axes[0]] == [True] * 6
+    axes = np.array(drawn[0].axes[: 6 * len(frames)]).reshape(len(frames), 6)
+    titles = [axis.get_title().replace("\n", " ") for axis in axes[0]]
+    assert titles == ["frame", "rebuilt from surroundings", "error map (brighter: larger)",
+                      "decoder alone: [mask] + positions", "decoder alone: positions", "decoder alone: [mask]"]
     rebuilt = spirl_mae.rebuild_from_surroundings(trained_mae, frames)
     errors = spirl.reconstruction_error_map(trained_mae, frames)
     target = spirl.normalize_patches(trained_mae.patchify(frames).float() / 255)
@@ -152,8 +197,12 @@ def test_the_reconstruction_figure(trained_mae, random_play, drawn):
             expected = (0.5 + patches[i].unflatten(0, (8, 8, 3)) / 5).clamp(0, 1)
             np.testing.assert_allclose(images(row[1])[at], expected, atol=1e-6)
         assert images(row[2]).reshape(-1).tolist() == error.tolist()
-        pictures = [images(axis) for axis in row[3:]]
-        assert all(picture.shape == (96, 96, 3) for picture in pictures) and (pictures[0] != pictures[2]).any()
+        assert row[2].get_images()[0].get_clim() == (0, pytest.approx(errors.max().item()))  # one scale for all
+        for axis, picture in zip(row[3:], spirl_mae.decoder_pictures(trained_mae)):
+            for i in (0, 77):
+                at = (slice(i // 12 * 8, i // 12 * 8 + 8), slice(i % 12 * 8, i % 12 * 8 + 8))
+                expected = (0.5 + picture[i].unflatten(0, (8, 8, 3)) / 5).clamp(0, 1)
+                np.testing.assert_allclose(images(axis)[at], expected, atol=1e-6)
 
 
 def is_marked(picture, i, side=12):
@@ -172,12 +221,14 @@ def test_the_selection_figures(trained_mae, random_play, drawn):
     for column in range(3):
         k, order = int(count[column]), patch_ids[column].tolist()
         ascending = sorted(errors[column].tolist())
-        line, _, point = axes[0, column].get_lines()
+        line, _, point, tangent = axes[0, column].get_lines()
+        assert tangent.get_slope() == 0.5
         for n in (0, 1, 70, 144):
             assert line.get_xdata()[n] == pytest.approx(n / 144)
             assert line.get_ydata()[n] == pytest.approx(sum(ascending[:n]) / sum(ascending), abs=1e-5)
         assert point.get_xdata() == [pytest.approx(1 - k / 144)] and str(k) in axes[1, column].get_title()
         for axis, kept in zip(axes[1:, column], (k, 28, 14)):
+            assert axis.get_title().endswith(f": {kept}")
             assert {i for i in range(144) if is_marked(images(axis), i)} == set(order[:kept])
     spirl_mae.draw_salient_patches(trained_mae, frames, errors, 28, 0.5, None)
     capped_ids, capped = spirl.select_salient_patches(errors, 28)
@@ -188,12 +239,13 @@ def test_the_selection_figures(trained_mae, random_play, drawn):
 
 def test_the_max_ratio_figure(drawn):
     counts = torch.tensor([7] * 30 + [8] * 50 + [50] * 15 + [51] * 5)  # 5 % keeps 7, 10 % keeps 14, 35 % 50, 40 % 57
-    spirl_mae.draw_max_ratio(counts, 144, 0.40, 0.35, None)
+    spirl_mae.draw_max_ratio(counts, 144, 0.40, 0.35, "Frostbite", None)
     axis = drawn[0].axes[0]
     heights = {round(bar.get_x() + bar.get_width() / 2, 2): bar.get_height() for bar in axis.patches}
     assert {x: height for x, height in heights.items() if height} == {2.5: 30.0, 7.5: 50.0, 32.5: 15.0, 37.5: 5.0}
     assert [line.get_xdata()[0] for line in axis.get_lines()] == [40.0, 35.0]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["mr* = 40%", "ratio in use = 35%"]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == [
+        "mr*: 40 %, keeps 100.00 % of the frames whole", "ratio in use: 35 %, keeps 95.00 % of the frames whole"]
 
 
 def test_the_loss_figure(drawn):

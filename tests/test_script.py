@@ -77,13 +77,13 @@ def test_tensorboard_has_the_curves(small_run):
     assert curves["charts/episodic_return"] == [tuple(pair) for pair in small_run[2]["training_scores"]]
 
 
-def run_here(folder, monkeypatch, *flags):
+def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
     """The script's `__main__` in this process: its variables after the run."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["spirl_rainbow.py", *map(str, flags)])
+    monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
     threads = torch.get_num_threads()
     try:
-        return runpy.run_path(str(ROOT / "spirl_rainbow.py"), run_name="__main__")
+        return runpy.run_path(str(ROOT / script), run_name="__main__")
     finally:
         torch.set_num_threads(threads)
 
