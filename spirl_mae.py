@@ -862,7 +862,7 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     axis.set_ylabel("% of the frames", fontsize=15)
     axis.set_xticks(range(0, 101, 10))
     axis.tick_params(labelsize=13)
-    axis.legend(fontsize=14)
+    figure.legend(fontsize=14, loc="outside lower center")  # beside the bars, never over them
     save_figure(figure, path)
 
 

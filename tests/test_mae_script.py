@@ -244,7 +244,7 @@ def test_the_max_ratio_figure(drawn):
     heights = {round(bar.get_x() + bar.get_width() / 2, 2): bar.get_height() for bar in axis.patches}
     assert {x: height for x, height in heights.items() if height} == {2.5: 30.0, 7.5: 50.0, 32.5: 15.0, 37.5: 5.0}
     assert [line.get_xdata()[0] for line in axis.get_lines()] == [40.0, 35.0]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == [
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
         "mr*: 40 %, keeps 100.00 % of the frames whole", "ratio in use: 35 %, keeps 95.00 % of the frames whole"]
 
 
