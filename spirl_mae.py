@@ -60,6 +60,8 @@ gym.register_envs(ale_py)
 
 @dataclass
 class Args:
+    """The command line: each field is a flag, and its docstring the flag's help."""
+
     env_id: str = "ALE/Frostbite-v5"
     """the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone"""
     seed: int = 1
@@ -904,9 +906,9 @@ def write_json(path, content):
 
 def mae_sizes(args):
     """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
-    names = ("image_size", "patch_size", "encoder_dim", "encoder_depth", "encoder_heads",
-             "decoder_dim", "decoder_depth", "decoder_heads")
-    return {name: getattr(args, name) for name in names}
+    return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
+            "encoder_depth": args.encoder_depth, "encoder_heads": args.encoder_heads, "decoder_dim": args.decoder_dim,
+            "decoder_depth": args.decoder_depth, "decoder_heads": args.decoder_heads}
 
 
 def plain_args(args):

@@ -89,9 +89,6 @@ def drift(sources):
         read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name) and node.value.id == "args"
                 and isinstance(node.ctx, ast.Load) and node not in checks}
-        # mae_sizes reads fields by name
-        read |= {name.value for node in ast.walk(tree) if getattr(node, "name", "") == "mae_sizes"
-                 for name in ast.walk(node) if isinstance(name, ast.Constant)}
         wrong += [f"{script}: nothing reads Args.{name}" for name in fields(source) if name not in read]
         for node in ast.walk(tree):
             modules = []
