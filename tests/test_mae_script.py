@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -74,7 +75,9 @@ def test_the_figures_are_drawn_from_the_runs_frames_and_counts(tmp_path, first, 
 
 
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, tmp_path):
-    again, other = mae_run(tmp_path, "again")[0], mae_run(tmp_path, "other", "--seed", "2")[0]
+    with ThreadPoolExecutor(2) as pool:
+        flags = {"again": [], "other": ["--seed", "2"]}
+        again, other = (done[0] for done in pool.map(lambda name: mae_run(tmp_path, name, *flags[name]), flags))
     states = [torch.load(path / "mae.pt", weights_only=True) for path in (first[0], again, other)]
     assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in states[0]["model"])
     assert torch.equal(states[0]["salient_counts"]["counts"], states[1]["salient_counts"]["counts"])

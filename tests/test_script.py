@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -154,16 +155,19 @@ def test_the_target_is_copied_and_beta_grows_to_one(tmp_path, small_run, monkeyp
 def test_every_padding_and_pooling_on_two_games(tmp_path, small_run, padding, pooling):
     """Frostbite with the MAE of the first run, MsPacman with one of its own; the 400K setting's regime for half."""
     both = ["--padding", padding, "--pooling", pooling, "--total-timesteps", "200"]
-    path, results = finished(tmp_path, "frostbite", *SMALL, *both, "--mae-checkpoint", small_run[1] / "mae.pt")
+    flags = {"frostbite": [*SMALL, *both, "--mae-checkpoint", small_run[1] / "mae.pt"],
+             "mspacman": [*SMALL, *both, "--env-id", "ALE/MsPacman-v5", "--train-frequency", "4",
+                          "--eval-frequency", "100"]}
+    with ThreadPoolExecutor(2) as pool:  # two runs at once, of one thread each
+        runs = pool.map(lambda name: finished(tmp_path, name, *flags[name]), flags)
+        (path, results), (_, other) = runs
     assert results["updates"] == 80 and "pretrain" not in results["seconds"]
     weights = [torch.load(folder / "mae.pt", weights_only=True)["model"] for folder in (path, small_run[1])]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    _, results = finished(tmp_path, "mspacman", *SMALL, *both, "--env-id", "ALE/MsPacman-v5",
-                          "--train-frequency", "4", "--eval-frequency", "100")
-    assert results["updates"] == 20 and [e["step"] for e in results["evaluations"]] == [100, 200]
-    assert results["protocol"].startswith("best median")
-    best = max(results["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
-    assert results["scores"] == best["scores"] and results["median"] == np.median(best["scores"])
+    assert other["updates"] == 20 and [e["step"] for e in other["evaluations"]] == [100, 200]
+    assert other["protocol"].startswith("best median")
+    best = max(other["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
+    assert other["scores"] == best["scores"] and other["median"] == np.median(best["scores"])
 
 
 def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path):
@@ -180,8 +184,10 @@ def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(
 
 def test_evaluating_does_not_change_training(tmp_path, small_run):
     flags = [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", "330"]
-    seldom, once = finished(tmp_path, "once", *flags)
-    often, several = finished(tmp_path, "several", *flags, "--eval-frequency", "60")
+    with ThreadPoolExecutor(2) as pool:
+        more = {"once": [], "several": ["--eval-frequency", "60"]}
+        runs = pool.map(lambda name: finished(tmp_path, name, *flags, *more[name]), more)
+        (seldom, once), (often, several) = runs
     assert len(several["evaluations"]) == 6 and several["evaluations"][-1]["step"] == 330
     assert once["training_scores"] == several["training_scores"]
     assert once["scores"] == several["evaluations"][-1]["scores"]
