@@ -161,8 +161,6 @@ def check_common_args(args):
         if width % 4:
             fail(f"--{part}-dim {width} is not a multiple of 4 (sine and cosine of two axes)")
     num_patches = (args.image_size // args.patch_size) ** 2
-    if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
-        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
     too_few = args.mae_frames is not None and args.mae_frames < args.mae_batch_size
@@ -177,6 +175,9 @@ def check_common_args(args):
 def check_args(args):
     """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
     check_common_args(args)
+    num_patches = (args.image_size // args.patch_size) ** 2
+    if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
+        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
 
 
 def pick_device(name):

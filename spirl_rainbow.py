@@ -11,13 +11,13 @@ pools them, and Data-Efficient Rainbow decides what to do (Fig. 5).
     python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
 
 Contents, in reading order:
-    1. Arguments      Args, check_common_args, check_args, pick_device
+    1. Arguments      Args, check_common_args, check_agent_args, check_args, pick_device
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
     4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, encode_patches, ideal_max_ratio
     5. Replay         Replay
     6. Agent          NoisyLinear, SalientPatchTransformer, RainbowNetwork, project_distribution, learn
-    7. Evaluation     evaluate, watch_game, draw_policy_attention, save_video
+    7. Evaluation     evaluate, watch_game, attended_patches, draw_policy_attention, save_video
     8. Files          write_whole, save_mae, load_mae
     9. Main
 
@@ -78,7 +78,7 @@ class Args:
     run_name: str = ""
     """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
     capture_video: bool = False
-    """save the final policy's game, salient and attended patches marked, as videos/*.gif"""
+    """save a game of the final policy, what it looks at marked, as videos/*.gif"""
 
     # The masked auto-encoder and its pre-training
     mae_checkpoint: Path | None = None
@@ -227,8 +227,6 @@ def check_common_args(args):
         if width % 4:
             fail(f"--{part}-dim {width} is not a multiple of 4 (sine and cosine of two axes)")
     num_patches = (args.image_size // args.patch_size) ** 2
-    if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
-        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
     too_few = args.mae_frames is not None and args.mae_frames < args.mae_batch_size
@@ -240,9 +238,8 @@ def check_common_args(args):
         fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
 
 
-def check_args(args):
-    """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
-    check_common_args(args)
+def check_agent_args(args):
+    """Stop with one clear line if an argument of the agent or its training cannot work."""
     if args.agent_dim % args.agent_heads:
         fail(f"--agent-dim {args.agent_dim} is not a multiple of --agent-heads {args.agent_heads}")
     if args.v_min >= args.v_max:
@@ -257,6 +254,15 @@ def check_args(args):
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} is too small; give at least --batch-size + --n-step + --frame-stack "
              f"= {args.batch_size + args.n_step + args.frame_stack}")
+
+
+def check_args(args):
+    """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
+    check_common_args(args)
+    check_agent_args(args)
+    num_patches = (args.image_size // args.patch_size) ** 2
+    if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
+        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
 
 
 def pick_device(name):
@@ -957,8 +963,6 @@ class SalientPatchTransformer(nn.Module):
         self.heads, self.padding, self.pooling = heads, padding, pooling
         if padding == "token":
             self.pad = nn.Parameter(torch.randn(embed_dim) * 0.02)
-        else:
-            self.register_buffer("pad", torch.zeros(embed_dim), persistent=False)
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.norm1 = nn.LayerNorm(dim)
@@ -972,14 +976,19 @@ class SalientPatchTransformer(nn.Module):
     def attend(self, embeddings, counts):
         """Attention weights (B*F, H, T', 1+L) over x (B*F, 1+L, dim); T' is 1, [cls], or the L patches."""
         present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, F, L)
-        x = self.project(embeddings.to(self.pad.dtype))
-        x = torch.where(present[..., None], x, self.project(self.pad)).flatten(0, 1)
-        x = self.norm1(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))  # (B*F, 1+L, dim)
-        # Rows that are not read are not computed, and [cls] asks the same in every frame. As q.(W x) = (W^T q).x, the
-        # keys need not be formed either.
-        q = self.query(x[:1, :1] if self.pooling == "cls" else x[:, 1:]).unflatten(2, (self.heads, -1))
+        x = embeddings.float() * present[..., None]
+        if self.padding == "token":
+            x = x + self.pad * ~present[..., None]
+        x = self.project(x).flatten(0, 1)  # (B*F, L, dim)
+        x = self.norm1(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))
+        # Rows that are not read are not computed. As q.(W x) = (W^T q).x, the keys need not be formed either.
+        q = self.query(self.norm1(self.cls_token) if self.pooling == "cls" else x[:, 1:]).unflatten(2, (self.heads, -1))
         q = torch.einsum("bthk,hkd->bhtd", q, self.key.weight.unflatten(0, (self.heads, -1)))  # (., H, T', dim)
-        scores = q.flatten(1, 2) @ x.transpose(1, 2) * (self.key.out_features / self.heads) ** -0.5
+        q = q.flatten(1, 2) * (self.key.out_features / self.heads) ** -0.5
+        if self.pooling == "cls":  # it asks the same in every frame: one matrix product for all
+            scores = (x @ q[0].T).transpose(1, 2)  # (B*F, H, 1+L)
+        else:
+            scores = q @ x.transpose(1, 2)
         if self.padding == "mask":
             there = F.pad(present.flatten(0, 1), (1, 0), value=True)  # (B*F, 1+L)
             scores = scores.masked_fill(~there[:, None], -math.inf)
@@ -1112,34 +1121,41 @@ def evaluate(network, look, make_env, seeds, frame_stack, epsilon, rng, device):
 
 @torch.no_grad()
 def watch_game(network, look, env, seed, frame_stack, device, max_steps=1000):
-    """A game of the network without noise or random actions, frame by frame, for figures and videos.
+    """Play a game of the network without noise or random actions, for figures and videos, a step at a time.
 
-    `look(frames)` gives (embeddings, counts, patch_ids). Returns a list of (frame (H, W, 3) uint8, ids of the selected
-    patches, ids of the attended ones). The attended patches are the fewest that hold 60 % of the attention that [cls]
-    (under mean pooling: the patches) pays to the selected patches, averaged over the heads (Fig. 6).
+    Yields (uint8 frame, state that the network read, and whatever `look(frames)` returns beside (frames, counts)).
     """
     was_training = network.training
     network.eval()
     observation, _ = env.reset(seed=seed)
-    moments, stack, over = [], None, False
-    while not over and len(moments) < max_steps:  # a policy may have learned to stand still
-        embeddings, count, patch_ids = look(torch.from_numpy(observation[:, 0]).to(device))
+    stack, over, step = None, False, 0
+    while not over and step < max_steps:  # a policy may have learned to stand still
+        seen, count, *more = look(torch.from_numpy(observation[:, 0]).to(device))
         if stack is None:
-            stack = [(torch.zeros_like(embeddings), torch.zeros_like(count))] * frame_stack
-        stack = stack[1:] + [(embeddings, count)]
+            stack = [(torch.zeros_like(seen), torch.zeros_like(count))] * frame_stack
+        stack = stack[1:] + [(seen, count)]
         state = [torch.stack(part, 1) for part in zip(*stack, strict=True)]
-        weights, _ = network.trunk.attend(*state)  # (F, H, T', 1+L); the last frame is the newest
-        attention = weights[-1].mean((0, 1))[1 : 1 + int(count)]  # (K,)
-        order = attention.argsort(descending=True)
-        mass = attention[order].cumsum(0) / attention.sum()
-        fewest = int((mass < 0.6).sum()) + 1
-        selected = patch_ids[0, : int(count)].cpu()
-        moments.append((observation[0, 0].copy(), selected.tolist(), selected[order[:fewest].cpu()].tolist()))
+        yield observation[0, 0].copy(), state, *more
         action = network.q_values(*state).argmax(1).cpu().numpy()
         observation, _, terminated, truncated, info = env.step(action)
-        over = (terminated[0] and info["lives"][0] == 0) or truncated[0]
+        over, step = (terminated[0] and info["lives"][0] == 0) or truncated[0], step + 1
     network.train(was_training)
-    return moments
+
+
+@torch.no_grad()
+def attended_patches(trunk, state, patch_ids):
+    """Of the newest frame of a state (batch 1): the ids (list) of the selected patches and those of the attended ones.
+
+    The attended patches are the fewest that hold 60 % of the attention that [cls] (under mean pooling: the patches)
+    pays to the selected patches, averaged over the heads (Fig. 6). patch_ids is (1, L).
+    """
+    weights, _ = trunk.attend(*state)  # (F, H, T', 1+L); the last frame is the newest
+    selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
+    attention = weights[-1].mean((0, 1))[1 : 1 + len(selected)]  # (K,)
+    order = attention.argsort(descending=True)
+    mass = attention[order].cumsum(0) / attention.sum()
+    fewest = int((mass < 0.6).sum()) + 1
+    return selected.tolist(), selected[order[:fewest]].tolist()
 
 
 def mark_patches(frame, selected, attended, side, zoom=4):
@@ -1165,13 +1181,13 @@ def draw_policy_attention(moments, side, path, columns=4):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(attended)} of {len(selected)} patches", fontsize=12)
         axis.axis("off")
-    figure.suptitle("Salient patches: red squares. Those that hold 60 % of the policy's attention: yellow", fontsize=14)
+    figure.suptitle("Red: the patches that the agent sees. Yellow: those with 60 % of its attention", fontsize=14)
     write_whole(path, lambda temporary: figure.savefig(temporary, dpi=110))
     plt.close(figure)
 
 
 def save_video(moments, side, path, frames_a_second=15):
-    """The game as a GIF file, salient and attended patches marked."""
+    """The game as a GIF file: moments of (frame (H, W, 3), ids of selected patches, ids of attended ones)."""
     figure = plt.figure(figsize=(3.84, 3.84), dpi=100)
     image = figure.add_axes((0, 0, 1, 1)).imshow(mark_patches(*moments[0], side))
     image.axes.axis("off")
@@ -1364,12 +1380,11 @@ if __name__ == "__main__":
     online.resample_noise(generator)  # to act with until the first update draws anew
 
     def remember(observation, starts):
-        """Store what the agent sees of an observation (1, 1, H, W, 3); returns how many patches it has."""
+        """Store what the agent sees of an observation (1, 1, H, W, 3)."""
         frames = torch.from_numpy(observation[:, 0]).to(device)
         embeddings, count, _ = look_at_patches(mae, error_map, frames, max_patches, slope, clock)
         with clock("store"):
             replay.append(embeddings[0], count[0], starts)
-        return count
 
     def evaluation_scores():
         """Raw scores of --eval-episodes games: the same games each time, so evaluations differ by the weights alone."""
@@ -1382,9 +1397,9 @@ if __name__ == "__main__":
     games, score, length, updates, recent, evaluations = 0, 0.0, 0, 0, deque(maxlen=10), []
     best_median, best_weights, training_scores = -math.inf, None, []
     observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
-    count = remember(observation, starts=True)
-    logged_at, logged_step, logged_misses = time.perf_counter(), 0, error_map.misses
-    misses_before = error_map.misses
+    remember(observation, starts=True)
+    logged_at, logged_step = time.perf_counter(), 0
+    logged_misses = misses_before = error_map.misses
     progress = tqdm(range(1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02)
     for step in progress:
         if step <= args.learning_starts:
@@ -1413,7 +1428,7 @@ if __name__ == "__main__":
             score, length = 0.0, 0
             with clock("environment"):  # a seeded reset in place of the automatic one
                 observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
-        count = remember(observation, starts=ended or over)
+        remember(observation, starts=ended or over)
 
         if step > args.learning_starts and step % args.train_frequency == 0:
             past = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
@@ -1432,11 +1447,12 @@ if __name__ == "__main__":
 
         if step % 100 == 0:
             now = time.perf_counter()
-            writer.add_scalar("charts/K", int(count), step)
             writer.add_scalar("charts/steps_per_second", (step - logged_step) / (now - logged_at), step)
+            writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)
             writer.add_scalar("cache/misses_per_frame", (error_map.misses - logged_misses) / (step - logged_step), step)
-            logged_at, logged_step, logged_misses = now, step, error_map.misses
-            progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games, K=int(count))
+            logged_at, logged_step = now, step
+            logged_misses = error_map.misses
+            progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games)
 
         if step == args.total_timesteps or (args.eval_frequency and step % args.eval_frequency == 0):
             paused_at = time.perf_counter()
@@ -1476,10 +1492,11 @@ if __name__ == "__main__":
     online.load_state_dict(best_weights)
     apart = ErrorMapCache(mae, args.error_cache_size, behind=error_map)
     env = make_envs(args, 1)
-    moments = watch_game(online, lambda frames: look_at_patches(mae, apart, frames, max_patches, slope), env,
-                         game_seeds(args.seed, EVALUATE), args.frame_stack, device)
+    game = watch_game(online, lambda frames: look_at_patches(mae, apart, frames, max_patches, slope), env,
+                      game_seeds(args.seed, EVALUATE), args.frame_stack, device)
+    moments = [(frame, *attended_patches(online.trunk, state, patch_ids)) for frame, state, patch_ids in game]
     env.close()
     draw_policy_attention(moments, mae.side, run_dir / "figures" / "policy_attention.png")
     if args.capture_video:
-        save_video(moments, mae.side, run_dir / "videos" / "policy_attention.gif")
+        save_video(moments, mae.side, run_dir / "videos" / "policy.gif")
     print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")

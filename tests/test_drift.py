@@ -11,19 +11,48 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 
 # Names defined in more than one script, with the same source in each.
 SHARED = {
-    "fail", "check_common_args", "pick_device", "make_envs", "game_seeds", "sincos_positions", "PatchEmbed",
+    "fail", "check_common_args", "pick_device", "game_seeds", "sincos_positions", "PatchEmbed",
     "Attention", "Mlp", "Block", "normalize_patches", "gather_tokens", "MaskedAutoencoder", "PAPER_MAE_FRAMES",
     "HELD_OUT_FRAMES", "collect_random_frames", "warmup_cosine", "pretrain_mae", "mae_loss", "surrounding_patches",
     "rebuild_from_surroundings", "reconstruction_error_map", "ErrorMapCache", "select_salient_patches",
     "ratio_to_patches", "ideal_max_ratio",
     "PAPER_MAX_RATIO", "count_salient_patches", "mark_patches", "write_whole", "write_json", "mae_sizes", "plain_args",
-    "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE",
+    "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE", "check_agent_args",
+    "encode_patches", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
+    "learn", "evaluate", "watch_game", "attended_patches", "draw_policy_attention", "save_video",
 }
 
 # Names that differ on purpose, and why.
 DIFFERENT = {
     "Args": "each script has the arguments that it reads; a field in two scripts is compared on its own, below",
     "check_args": "each script checks what only it has, after check_common_args",
+    "make_envs": "DE-Rainbow sees 84x84 grey frames; the lines that differ are listed below, and no other may",
+}
+
+# What the training loops of spirl_rainbow.py and spirl_baselines.py do not share, and why: every other line is equal.
+ONLY_SPIRL = {
+    # K and the cache exist only where patches are selected.
+    'logged_misses = misses_before = error_map.misses',
+    'writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
+    'writer.add_scalar("cache/misses_per_frame", (error_map.misses - logged_misses) / (step - logged_step), step)',
+    'logged_misses = error_map.misses',
+    # agent.pt keeps how many patches its agent was trained on.
+    'content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step,',
+    '"max_patches": max_patches}',
+}
+ONLY_BASELINES = {
+    'content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step}',
+}
+# The same for make_envs: the lines of the scripts that only ever see RGB, and those of spirl_baselines.py.
+ONLY_RGB = {
+    '"""`num_envs` Atari games as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw rewards.',
+    'img_height=args.image_size,', 'img_width=args.image_size,', 'grayscale=False,',
+}
+ONLY_GREY = {
+    '"""`num_envs` Atari games as one vector environment, with raw rewards. uint8 observations: for mae-all RGB,',
+    '(num_envs, 1, H, W, 3), as in spirl_rainbow.py; for DE-Rainbow grey, (num_envs, 1, 84, 84).',
+    'grey = args.method != "mae-all"', 'size = 84 if grey else args.image_size',
+    'img_height=size,', 'img_width=size,', 'grayscale=grey,',
 }
 
 # What a script may import beside the standard library: import name -> name in requirements.txt.
@@ -109,6 +138,18 @@ def drift(sources):
     return wrong
 
 
+def lines_apart(left, right):
+    """The lines, without indentation, that only one of two texts has: a pair of sets."""
+    lines = list(difflib.unified_diff(left.splitlines(), right.splitlines(), n=0, lineterm=""))[2:]  # no file names
+    return tuple({line[1:].strip() for line in lines if line.startswith(sign)} for sign in "-+")
+
+
+def training_loop(source):
+    """The text of a script's training loop, from the first reset to the closed environment."""
+    main = source[source.index('if __name__ == "__main__":') :]
+    return main[main.index("    games, score, length, updates") : main.index("    # The report.")]
+
+
 @pytest.fixture(scope="module")
 def sources():
     return {script: (ROOT / script).read_text() for script in SCRIPTS}
@@ -119,8 +160,24 @@ def test_the_scripts_share_the_same_text(sources):
 
 
 def test_every_shared_name_is_shared(sources):
+    defined = [definitions(source) for source in sources.values()]
     for name in SHARED | DIFFERENT.keys():
-        assert sum(name in definitions(source) for source in sources.values()) > 1, name
+        assert sum(name in names for names in defined) > 1, name
+
+
+def test_the_training_loops_are_the_same(sources):
+    spirl, baselines = (training_loop(sources[script]) for script in ("spirl_rainbow.py", "spirl_baselines.py"))
+    assert len(spirl.splitlines()) > 70
+    assert lines_apart(spirl, baselines) == (ONLY_SPIRL, ONLY_BASELINES)
+    changed = baselines.replace("np.clip(reward[0], -1, 1)", "np.clip(reward[0], -2, 2)")
+    assert lines_apart(spirl, changed) != (ONLY_SPIRL, ONLY_BASELINES)  # what this test is for
+
+
+def test_the_environments_differ_in_the_picture_alone(sources):
+    scripts = ("spirl_rainbow.py", "spirl_mae.py", "spirl_baselines.py")
+    rgb, same, grey = (definitions(sources[script])["make_envs"] for script in scripts)
+    assert rgb == same
+    assert lines_apart(rgb, grey) == (ONLY_RGB, ONLY_GREY)
 
 
 def test_requirements_are_exact_and_used():
@@ -139,10 +196,10 @@ def test_requirements_are_exact_and_used():
     ("# a view: what is painted here stays", "# a copy", "mark_patches has drifted"),
     ('lorenz_slope: float = 0.5', 'lorenz_slope: float = 1.0', "--lorenz_slope differs"),
     ("passes over those frames (Table 5)", "passes", "--mae_epochs differs"),
-    ("def ratio_to_patches(", "def learn(x):\n    pass\n\n\ndef ratio_to_patches(", "learn is in"),
+    ("def ratio_to_patches(", "def look_at_patches(x):\n    pass\n\n\ndef ratio_to_patches(", "look_at_patches is in"),
     ("\nHELD_OUT_FRAMES = 256", "\nHELD_OUT_FRAMES: int = 256", "HELD_OUT_FRAMES has drifted"),
     ("# Each purpose has", "# Every purpose has", "ACT has drifted"),
-    ("BLUE, VERMILION,", "learn, VERMILION,", "learn is in"),
+    ("BLUE, VERMILION,", "look_at_patches, VERMILION,", "look_at_patches is in"),
     ("import tyro\n", "import tyro as F\n", "F is not what it is"),
     ("import json", "import json\nimport importlib", "imports a sibling"),
     ("import json", "import json\nimport scipy", "imports scipy"),

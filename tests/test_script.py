@@ -26,9 +26,9 @@ def run(folder, *flags, script="spirl_rainbow.py"):
     return subprocess.run([sys.executable, ROOT / script, *map(str, flags)], cwd=folder, capture_output=True, text=True)
 
 
-def finished(folder, name, *flags):
+def finished(folder, name, *flags, script="spirl_rainbow.py"):
     """Run to the end; returns the run's folder and its results."""
-    done = run(folder, *flags, "--run-name", name)
+    done = run(folder, *flags, "--run-name", name, script=script)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "runs" / name, json.loads((folder / "runs" / name / "results.json").read_text())
 
@@ -44,7 +44,7 @@ def test_a_run_leaves_what_the_readme_says(small_run):
     _, path, results = small_run
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
     assert names == {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png",
-                     "videos/policy_attention.gif"}
+                     "videos/policy.gif"}
     assert json.loads((path / "args.json").read_text())["total_timesteps"] == 240
     assert results["steps"] == 240 and results["updates"] == 120 and results["seed"] == 1
     assert results["env_id"] == "ALE/Frostbite-v5" and results["method"] == "spirl"
@@ -61,7 +61,7 @@ def test_a_run_leaves_what_the_readme_says(small_run):
     assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
     assert len(mae["salient_counts"]["counts"]) == 64 and mae["salient_counts"]["lorenz_slope"] == 0.5
     assert agent["step"] == 240 and agent["model"]["support"].shape == (51,)
-    assert (path / "videos/policy_attention.gif").read_bytes()[:6] == b"GIF89a"
+    assert (path / "videos/policy.gif").read_bytes()[:6] == b"GIF89a"
 
 
 def scalars(path):

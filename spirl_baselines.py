@@ -1,0 +1,1260 @@
+"""The baselines of SPIRL: Data-Efficient Rainbow, DE-Rainbow-P and MAE-All.
+
+Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023.
+
+The training loop and the evaluation are those of `spirl_rainbow.py`, so that a difference in score is a difference in
+method. DE-Rainbow (van Hasselt et al. 2019) sees pixels through a small convolutional network. DE-Rainbow-P does too,
+after as many random steps as SPIRL's pre-training takes. MAE-All sees the embeddings of all patches of a frame.
+
+    python spirl_baselines.py                                                       # DE-Rainbow's 100K run on Frostbite
+    python spirl_baselines.py --method de-rainbow-p                                 # after 5,000 random steps
+    python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
+
+Contents, in reading order:
+    1. Arguments      Args, check_common_args, check_agent_args, check_args, pick_device
+    2. Environment    make_envs, game_seeds
+    3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae, encode_patches
+    4. Replay         Replay
+    5. Agent          NoisyLinear, DataEfficientCNN, SalientPatchTransformer, RainbowNetwork, learn
+    6. Evaluation     evaluate, watch_game, attended_patches, draw_policy_attention, save_video
+    7. Files          write_whole, save_mae, load_mae
+    8. Main
+
+Shape letters: B batch, F frames stacked, L patches of a frame, P patches a side, N = P**2, D width of a layer,
+T tokens, H attention heads, d = D / H, A actions, Z atoms, E environments, K patches that the encoder sees.
+(In code F is torch.nn.functional; in frames' shapes H and W are pixels.)
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import ale_py
+import gymnasium as gym
+import matplotlib
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+matplotlib.use("Agg")  # figures go to files: no screen is needed
+import matplotlib.pyplot as plt
+from matplotlib.animation import PillowWriter
+
+gym.register_envs(ale_py)
+
+
+# --------------------------------------------------------------------------------------------------------- 1. Arguments
+
+
+@dataclass
+class Args:
+    """The command line: each field is a flag, and its docstring the flag's help."""
+
+    method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
+    """de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the first --mae-frames steps are random and
+    the run is longer by what that exceeds --learning-starts, so that it learns as long (Table 12: 5K random steps of
+    103.4K on Frostbite, 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)"""
+    env_id: str = "ALE/Frostbite-v5"
+    """the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone"""
+    seed: int = 1
+    """seed of every random stream: weights, masks, collection, training, noise, evaluation"""
+    device: str = "auto"
+    """auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; a named device that is absent is an error"""
+    threads: int = 0
+    """CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine"""
+    run_name: str = ""
+    """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
+    capture_video: bool = False
+    """save a game of the final policy, what it looks at marked, as videos/*.gif"""
+
+    # The masked auto-encoder of mae-all and its pre-training
+    mae_checkpoint: Path | None = None
+    """a mae.pt of the same game and sizes, in place of pre-training one"""
+    mae_frames: int | None = None
+    """frames of random play (the default is Table 6's: 5,000 for Frostbite, 50,000 for any other game)"""
+    mae_epochs: int = 50
+    """passes over those frames (Table 5); a tenth of them warms the learning rate up (Table 5: 5 of 50)"""
+    mae_batch_size: int = 64
+    """frames a pre-training step (Table 5)"""
+    mae_learning_rate: float = 1e-3
+    """base learning rate; the one used is this * mae_batch_size / 256 (Table 5)"""
+    mae_weight_decay: float = 0.05
+    """AdamW's weight decay on everything but biases and LayerNorm (Table 5)"""
+    mae_mask_ratio: float = 0.75
+    """share of the patches hidden from the encoder in pre-training (Table 5)"""
+    image_size: int = 96
+    """side of the square RGB frames, in pixels (Table 4)"""
+    patch_size: int = 8
+    """side of a patch, in pixels (Table 4)"""
+    encoder_dim: int = 64
+    """width of the encoder and of a patch's embedding (Table 4)"""
+    encoder_depth: int = 3
+    """Transformer layers of the encoder (Table 4)"""
+    encoder_heads: int = 4
+    """attention heads of the encoder (Table 4)"""
+    decoder_dim: int = 128
+    """width of the decoder (Table 4)"""
+    decoder_depth: int = 3
+    """Transformer layers of the decoder (Table 4)"""
+    decoder_heads: int = 8
+    """attention heads of the decoder (Table 4)"""
+
+    # The agent; the first two are of mae-all alone
+    agent_dim: int = 32
+    """width that a patch's embedding is projected to (Table 13)"""
+    agent_heads: int = 8
+    """attention heads of the agent's single Transformer layer (Table 13)"""
+    frame_stack: int = 4
+    """latest frames that the agent sees at once (Table 9)"""
+    hidden_size: int = 256
+    """hidden units of the value and of the advantage stream (Table 10)"""
+    num_atoms: int = 51
+    """atoms of the return distribution (Rainbow, Hessel et al. 2018, Table 1)"""
+    v_min: float = -10.0
+    """smallest return of the distribution (Rainbow, Table 1)"""
+    v_max: float = 10.0
+    """largest return of the distribution (Rainbow, Table 1)"""
+    noisy_std: float = 0.5
+    """sigma_0 of the noisy layers (Rainbow, Table 1)"""
+
+    # Training
+    total_timesteps: int = 100_000
+    """agent steps, of four game frames each (Table 12: 100K; Table 10: 400K)"""
+    learning_starts: int = 1600
+    """uniformly random steps before the first update (Table 10)"""
+    train_frequency: int = 1
+    """steps an update (Table 10: 1 in the 100K setting, 4 in the 400K setting)"""
+    buffer_size: int = 100_000
+    """frames in the replay (Table 10: 100K or 400K)"""
+    batch_size: int = 32
+    """transitions an update (Rainbow: 32)"""
+    n_step: int = 20
+    """steps of a multi-step return (Table 10)"""
+    gamma: float = 0.99
+    """discount a step (Rainbow: 0.99)"""
+    learning_rate: float = 1e-4
+    """Adam's learning rate (Table 10)"""
+    adam_eps: float = 1.5e-4
+    """Adam's epsilon (Rainbow, Table 1)"""
+    max_grad_norm: float = 10.0
+    """the gradient's norm is clipped to this (data-efficient Rainbow)"""
+    target_update_frequency: int = 2000
+    """updates between two copies of the online network into the target network (data-efficient Rainbow)"""
+    priority_exponent: float = 0.5
+    """alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)"""
+    priority_weight: float = 0.4
+    """beta at the first update; it grows linearly to 1 at the last step (Rainbow, Table 1; Table 10)"""
+    max_episode_frames: int = 108_000
+    """game frames after which a game is cut off; its last state still has a value (Table 9)"""
+
+    # Evaluation
+    eval_episodes: int = 50
+    """games of an evaluation, each with a seed of its own (Appendix B.3)"""
+    eval_frequency: int = 0
+    """steps between evaluations, the best median being reported (the 400K setting: 50,000); 0: one, at the end"""
+    eval_epsilon: float = 0.001
+    """share of random actions in evaluation (Rainbow)"""
+
+
+def fail(message):
+    """Print one line about a bad argument to stderr and exit with status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_common_args(args):
+    """Stop with one clear line if an argument that the scripts share cannot work."""
+    for name, value in vars(args).items():  # what holds for a field holds for all fields of its kind
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            fail(f"{flag} is {value}; give a finite number")
+        may_be_zero = name in ("seed", "threads", "learning_starts", "eval_frequency", "eval_epsilon", "gamma",
+                               "mae_weight_decay", "noisy_std", "priority_exponent", "priority_weight")
+        if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
+            fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
+        if isinstance(value, int) and value >= 2**31:
+            fail(f"{flag} is {value}; give a number below 2**31")
+        shares = ("gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight",
+                  "eval_epsilon")
+        if name in shares and value > 1:
+            fail(f"{flag} is {value}; give a share of at most 1")
+    games = {name.lower(): name for name, spec in gym.registry.items()
+             if name.startswith("ALE/") and spec.entry_point == "ale_py.env:AtariEnv"}
+    if args.env_id not in games.values():
+        wanted = args.env_id.lower() if args.env_id.lower().startswith("ale/") else f"ale/{args.env_id.lower()}"
+        close = [games[name] for name in difflib.get_close_matches(wanted, games, n=3, cutoff=0.3)]
+        fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
+    if args.image_size % args.patch_size:
+        fail(f"--image-size {args.image_size} is not a multiple of --patch-size {args.patch_size}")
+    if args.image_size < 3 * args.patch_size:
+        fail(f"--image-size {args.image_size} holds fewer than 3x3 patches; give at least {3 * args.patch_size}")
+    for part in ("encoder", "decoder"):
+        width, heads = getattr(args, f"{part}_dim"), getattr(args, f"{part}_heads")
+        if width % heads:
+            fail(f"--{part}-dim {width} is not a multiple of --{part}-heads {heads}")
+        if width % 4:
+            fail(f"--{part}-dim {width} is not a multiple of 4 (sine and cosine of two axes)")
+    num_patches = (args.image_size // args.patch_size) ** 2
+    if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
+        fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
+    too_few = args.mae_frames is not None and args.mae_frames < args.mae_batch_size
+    if too_few and args.mae_checkpoint is None:
+        fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
+    if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
+        fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
+    if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
+        fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
+
+
+def check_agent_args(args):
+    """Stop with one clear line if an argument of the agent or its training cannot work."""
+    if args.agent_dim % args.agent_heads:
+        fail(f"--agent-dim {args.agent_dim} is not a multiple of --agent-heads {args.agent_heads}")
+    if args.v_min >= args.v_max:
+        fail(f"--v-min {args.v_min} is not below --v-max {args.v_max}")
+    if args.num_atoms < 2:
+        fail("--num-atoms 1 cannot hold a distribution; give at least 2")
+    if args.learning_starts <= args.n_step:
+        fail(f"--learning-starts {args.learning_starts} is too early; give more than --n-step {args.n_step}")
+    if args.learning_starts >= args.total_timesteps:
+        fail(f"--learning-starts {args.learning_starts} is not before the end; give less than "
+             f"--total-timesteps {args.total_timesteps}")
+    if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
+        fail(f"--buffer-size {args.buffer_size} is too small; give at least --batch-size + --n-step + --frame-stack "
+             f"= {args.batch_size + args.n_step + args.frame_stack}")
+
+
+def check_args(args):
+    """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
+    check_common_args(args)
+    check_agent_args(args)
+    if args.method != "mae-all":  # there is no auto-encoder
+        for field in dataclasses.fields(args):
+            of_mae = field.name.startswith(("mae_", "image_", "patch_", "encoder_", "decoder_", "agent_"))
+            read = field.name == "mae_frames" and args.method == "de-rainbow-p"
+            if of_mae and not read and getattr(args, field.name) != field.default:
+                fail(f"--{field.name.replace('_', '-')} is not for --method {args.method}; leave it out")
+
+
+def pick_device(name):
+    """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        fail(f"--device {name} is not a device; give auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        fail(f"--device {name} is absent: PyTorch sees {torch.cuda.device_count()} CUDA devices; give auto or cpu")
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
+
+
+# ------------------------------------------------------------------------------------------------------- 2. Environment
+
+# Each purpose has random streams of its own, so that evaluating more, say, never changes what training sees.
+COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
+
+
+def make_envs(args, num_envs):
+    """`num_envs` Atari games as one vector environment, with raw rewards. uint8 observations: for mae-all RGB,
+    (num_envs, 1, H, W, 3), as in spirl_rainbow.py; for DE-Rainbow grey, (num_envs, 1, 84, 84).
+
+    Table 9. Seeds go to `reset`. `terminations` is set at every life loss and at the game's end; the game's end is the
+    one with `info["lives"] == 0`. After it comes ale-py's autoreset step, which we pre-empt with a seeded reset.
+    """
+    grey = args.method != "mae-all"
+    size = 84 if grey else args.image_size
+    return gym.make_vec(
+        args.env_id,
+        num_envs=num_envs,
+        vectorization_mode="vector_entry_point",  # ale-py's AtariVectorEnv; its defaults are not the paper's
+        img_height=size,
+        img_width=size,
+        grayscale=grey,
+        stack_num=1,  # the replay stacks: each frame is then embedded and stored once
+        frameskip=4,
+        maxpool=True,
+        noop_max=30,
+        repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
+        reward_clipping=False,  # the learner clips; the score stays raw
+        max_num_frames_per_episode=args.max_episode_frames,
+        full_action_space=False,
+        use_fire_reset=True,
+        episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
+        life_loss_info=True,
+    )
+
+
+def game_seeds(seed, *purpose, num=1):
+    """`num` independent int64 seeds below 2**31 for a purpose: an array (num,) as `AtariVectorEnv.reset` takes it.
+
+    Consecutive integers would make runs with adjacent seeds share all but one of their evaluation games.
+    """
+    return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
+
+
+# ------------------------------------------------------------------------------------------------------------- 3. Model
+
+
+def sincos_positions(dim, side):
+    """Fixed 2-D sine-cosine positions (1 + side**2, dim), a row of zeros for [cls] first, then patches row by row.
+
+    The first half of the width encodes the column, the second half the row, each as [sin | cos].
+    """
+    frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
+    angle = torch.arange(side, dtype=torch.float64)[:, None] * frequency  # (side, dim/4)
+    axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
+    column, row = axis.repeat(side, 1), axis.repeat_interleave(side, 0)  # (N, dim/2) each
+    return torch.cat([torch.zeros(1, dim, dtype=torch.float64), torch.cat([column, row], 1)]).float()
+
+
+class PatchEmbed(nn.Module):
+    """One linear map a patch, kept as the convolution that it is in ViT so that ViT checkpoints load.
+
+    Its stride is its size, so it is applied here to flat patches: only those that are kept are ever embedded.
+    """
+
+    def __init__(self, patch_size, dim):
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, patches):  # (B, T, p*p*3) -> (B, T, D)
+        return F.linear(patches, self.proj.weight.permute(0, 2, 3, 1).flatten(1), self.proj.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention (B, T, D) -> (B, T, D); `mask` (B, T) is False at tokens that nobody may look at."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def project(self, x):
+        """Queries, keys and values of x (B, T, D), each (B, H, T, D/H)."""
+        return self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.project(x)
+        mask = mask[:, None, None, :] if mask is not None else None
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, D/H)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """The two-layer perceptron of a Transformer layer."""
+
+    def __init__(self, dim, ratio=4):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, ratio * dim)
+        self.fc2 = nn.Linear(ratio * dim, dim)
+
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """A pre-LN Transformer layer: x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')) (the paper's Background)."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, heads)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = Mlp(dim)
+
+    def forward(self, x, mask=None):
+        x = x + self.attn(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+def normalize_patches(patches):
+    """Eq. (2): each patch (..., p*p*3) minus its own mean, over its own (unbiased) standard deviation."""
+    mean = patches.mean(-1, keepdim=True)
+    return (patches - mean) / (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def gather_tokens(x, ids):
+    """The tokens ids (B, K) of x (B, T, D): (B, K, D)."""
+    return x.gather(1, ids[..., None].expand(-1, -1, x.shape[2]))
+
+
+class MaskedAutoencoder(nn.Module):
+    """A small MAE (He et al. 2022; Table 4): a narrow encoder that sees some patches, a wider decoder that paints all.
+
+    Module names are facebookresearch/mae's, so its state dicts load. 790,784 trainable parameters at the paper's sizes.
+    """
+
+    def __init__(self, image_size=96, patch_size=8, encoder_dim=64, encoder_depth=3, encoder_heads=4,
+                 decoder_dim=128, decoder_depth=3, decoder_heads=8):
+        super().__init__()
+        self.patch_size, self.side = patch_size, image_size // patch_size
+        self.num_patches = self.side**2
+        self.patch_embed = PatchEmbed(patch_size, encoder_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, encoder_dim))
+        self.register_buffer("pos_embed", sincos_positions(encoder_dim, self.side)[None])  # (1, 1+N, D)
+        self.blocks = nn.ModuleList(Block(encoder_dim, encoder_heads) for _ in range(encoder_depth))
+        self.norm = nn.LayerNorm(encoder_dim, eps=1e-6)
+        self.decoder_embed = nn.Linear(encoder_dim, decoder_dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
+        self.register_buffer("decoder_pos_embed", sincos_positions(decoder_dim, self.side)[None])
+        self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
+        self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
+        self.decoder_pred = nn.Linear(decoder_dim, 3 * patch_size**2)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.cls_token, std=0.02)
+        nn.init.normal_(self.mask_token, std=0.02)
+
+    def patchify(self, frames):
+        """Flat patches (B, N, p*p*3) of frames (B, H, W, 3), row by row, of the same type."""
+        B, p, P = len(frames), self.patch_size, self.side
+        return frames.reshape(B, P, p, P, p, 3).transpose(2, 3).reshape(B, P * P, p * p * 3)
+
+    def encode(self, patches, ids, present=None):
+        """Encoder outputs (B, 1+K, D), [cls] first, for flat patches (B, K, p*p*3) in [0, 1] at the places ids (B, K).
+
+        Patches where `present` (B, K) is False are looked at by nobody, but look at the others: such a patch that
+        repeats another gets the other's row.
+        """
+        x = self.patch_embed(patches) + self.pos_embed[0, 1:][ids]
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        mask = F.pad(present, (1, 0), value=True) if present is not None else None  # [cls] is always there
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x)
+
+    def decode(self, latent, ids):
+        """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K)."""
+        x = self.decoder_embed(latent)  # (B, 1+K, D)
+        places = ids[..., None].expand(-1, -1, x.shape[2])
+        patches = self.mask_token.expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
+        x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
+        for block in self.decoder_blocks:
+            x = block(x)
+        return self.decoder_pred(self.decoder_norm(x[:, 1:]))
+
+    def forward(self, frames, mask_ratio=0.75, generator=None):
+        """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, p*p*3), mask (B, N): 0 keep, 1 removed).
+
+        The loss is over all patches, visible and masked. `generator` draws the masks on the frames' device.
+        """
+        patches = self.patchify(frames).float() / 255
+        noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
+        kept = noise.argsort(1)[:, : int(self.num_patches * (1 - mask_ratio))]  # (B, K), a random subset
+        prediction = self.decode(self.encode(gather_tokens(patches, kept), kept), kept)
+        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
+        return loss, prediction, torch.ones_like(noise).scatter(1, kept, 0.0)
+
+
+PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
+HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss
+
+
+def collect_random_frames(args, num_frames, num_envs=8):
+    """Frames (num_frames, H, W, 3), a uint8 array, of whole games played uniformly at random in `num_envs` games."""
+    envs = make_envs(args, num_envs)
+    rng = np.random.default_rng([args.seed, COLLECT])
+    games = np.zeros(num_envs, np.int64)  # games finished so far in each environment
+
+    def new_seeds(which):
+        return np.concatenate([game_seeds(args.seed, COLLECT, env, games[env]) for env in which])
+
+    observation, _ = envs.reset(seed=new_seeds(range(num_envs)))
+    frames = np.empty((num_frames, args.image_size, args.image_size, 3), np.uint8)
+    scores, score = [], np.zeros(num_envs)
+    for start in tqdm(range(0, num_frames, num_envs), "collecting frames", unit_scale=num_envs, unit="frame"):
+        frames[start : start + num_envs] = observation[: num_frames - start, 0]
+        actions = rng.integers(envs.single_action_space.n, size=num_envs)
+        observation, reward, terminated, truncated, info = envs.step(actions)
+        score += reward
+        over = (terminated & (info["lives"] == 0)) | truncated  # a mere life loss goes on
+        if over.any():
+            scores += score[over].tolist()
+            score[over] = 0
+            games[over] += 1
+            observation, _ = envs.reset(seed=new_seeds(np.flatnonzero(over)), options={"reset_mask": over})
+    envs.close()
+    if scores:
+        print(f"random play scored {np.mean(scores):.1f} on average over {len(scores)} whole games")
+    return frames
+
+
+def warmup_cosine(step, steps, peak):
+    """Learning rate at a step of `steps`: up in a straight line for a tenth of them, then half a cosine to 0."""
+    warmup = steps / 10
+    if step < warmup:
+        return peak * step / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def pretrain_mae(args, mae, frames, held_out, device, log):
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
+
+    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. Exits with status 1 when
+    the loss is not finite.
+    """
+    frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
+    decayed = [p for p in mae.parameters() if p.ndim > 1]
+    others = [p for p in mae.parameters() if p.ndim <= 1]  # biases and LayerNorm
+    groups = [{"params": decayed, "weight_decay": args.mae_weight_decay}, {"params": others, "weight_decay": 0.0}]
+    peak = args.mae_learning_rate * args.mae_batch_size / 256
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+    order = torch.Generator().manual_seed(int(game_seeds(args.seed, PRETRAIN, 0)[0]))
+    masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, 1)[0]))
+    batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
+    steps, step, held_out_loss = args.mae_epochs * batches, 0, float("nan")
+    progress = tqdm(total=steps * args.mae_batch_size, desc="pre-training", unit="image", unit_scale=True)
+    for epoch in range(args.mae_epochs):
+        shuffled = torch.randperm(len(frames), generator=order)
+        for batch in shuffled[: batches * args.mae_batch_size].split(args.mae_batch_size):
+            for group in optimizer.param_groups:
+                group["lr"] = warmup_cosine(step, steps, peak)
+            loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            value = loss.item()
+            if not math.isfinite(value):
+                sys.exit(f"error: the MAE's loss is {value} at step {step}; try a smaller --mae-learning-rate")
+            log("mae/loss", value, step)
+            progress.update(len(batch))
+        held_out_loss = mae_loss(mae, held_out, args.mae_mask_ratio, args.mae_batch_size)
+        log("mae/held_out_loss", held_out_loss, step)
+        progress.set_postfix(epoch=epoch + 1, loss=f"{value:.4f}", held_out=f"{held_out_loss:.4f}")
+    progress.close()
+    return held_out_loss
+
+
+@torch.no_grad()
+def mae_loss(mae, frames, mask_ratio, batch_size):
+    """Mean loss on uint8 frames (n, H, W, 3) of the MAE's device, under the same masks at every call."""
+    masks = torch.Generator(frames.device).manual_seed(0)
+    losses = [mae(batch, mask_ratio, masks)[0] * len(batch) for batch in frames.split(batch_size)]
+    return (sum(losses) / len(frames)).item()
+
+
+@torch.no_grad()
+def encode_patches(mae, frames, patch_ids, count):
+    """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
+
+    The frozen encoder sees [cls] and the selected patches only. Its outputs lose [cls] and get their patch's fixed
+    position added once more: this is what the agent stores and reads.
+    """
+    present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
+    patches = gather_tokens(mae.patchify(frames), patch_ids).float() / 255
+    embeddings = mae.encode(patches, patch_ids, present)[:, 1:] + mae.pos_embed[0, 1:][patch_ids]
+    return embeddings * present[..., None]
+
+
+# ------------------------------------------------------------------------------------------------------------ 4. Replay
+
+
+class Replay:
+    """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring; stacks are assembled by index.
+
+    A slot holds one frame (of any shape and type), how many of its patches count, the action taken on it, the clipped
+    reward, whether a life or the game ended there, and whether a stack starts there. A stack is blank (count 0) before
+    its start. Everything is on `device`, and no method waits for it.
+
+    Use, for each step: `append` the frame that is seen, act, `complete` it with what followed. After a truncation
+    `append` the game's last frame and call `truncate`. A slot is sampled only once its n-step return is known and
+    while its whole stack is still in the ring.
+    """
+
+    def __init__(self, capacity, frame_shape, dtype, device, frame_stack=4, n_step=20, gamma=0.99, alpha=0.5):
+        self.capacity, self.frame_stack, self.n_step = capacity, frame_stack, n_step
+        self.gamma, self.alpha, self.device = gamma, alpha, device
+        self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype, device=device)
+        self.counts = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.actions = torch.full((capacity,), -1, device=device)  # -1: no action has been taken on this frame
+        self.rewards = torch.zeros(capacity, device=device)
+        self.ended = torch.zeros(capacity, dtype=torch.bool, device=device)
+        self.starts = torch.zeros(capacity, dtype=torch.bool, device=device)
+        self.priorities = torch.zeros(capacity, dtype=torch.float64, device=device)  # p**alpha; 0: not to be sampled
+        self.largest = torch.ones((), dtype=torch.float64, device=device)  # the largest p**alpha so far
+        self.slot = -1  # the newest
+        self.waiting = deque()  # slots, oldest first, whose n-step return is not known yet
+        self.past = torch.arange(1 - frame_stack, 1, device=device)  # -3, -2, -1, 0
+        self.ahead = torch.arange(n_step, device=device)  # 0, 1, ..., n-1
+        self.after = torch.arange(1, frame_stack, device=device)  # 1, 2, 3
+
+    def append(self, frame, count, starts):
+        """Store a frame of which `count` patches count; `starts`: the frames before it are another life's."""
+        self.slot = slot = (self.slot + 1) % self.capacity
+        # The oldest stacks reached back to the frame that is overwritten here: unless they start later, they are gone.
+        later = (slot + self.after) % self.capacity
+        reach = (~self.starts[later]).cumprod(0).bool()
+        self.priorities[later] = self.priorities[later].masked_fill(reach, 0.0)
+        self.frames[slot], self.counts[slot], self.starts[slot] = frame, count, starts
+        self.actions[slot], self.rewards[slot], self.ended[slot], self.priorities[slot] = -1, 0.0, False, 0.0
+        if len(self.waiting) == self.n_step:  # this frame is the one that the oldest of them bootstraps from
+            self.priorities[self.waiting.popleft()] = self.largest
+
+    def complete(self, action, reward, ended):
+        """The newest frame's action, clipped reward, and whether a life or the game ended with it."""
+        self.actions[self.slot], self.rewards[self.slot], self.ended[self.slot] = action, reward, ended
+        self.waiting.append(self.slot)
+        if ended:
+            self.truncate()
+
+    def truncate(self):
+        """No step will follow the newest frame: the returns of all slots are known."""
+        while self.waiting:
+            self.priorities[self.waiting.popleft()] = self.largest
+
+    def stacks(self, slots):
+        """The observations that end in slots (B,): frames (B, F, *frame_shape), oldest first, and counts (B, F)."""
+        window = (slots[:, None] + self.past) % self.capacity  # (B, F)
+        same_life = (~self.starts[window[:, 1:]]).flip(1).cumprod(1).flip(1)  # 0 before the latest start
+        return self.frames[window], self.counts[window] * F.pad(same_life, (0, 1), value=1)
+
+    def sample(self, batch_size, beta, generator):
+        """Slots (B,), in proportion to p**alpha, one from each of B equal shares of the mass; weights (B,) float32.
+
+        The weights (1/p)**beta, over the batch's largest, correct for the uneven sampling.
+        """
+        # A cumulative sum and a binary search: at 100K to 400K slots as fast as a sum tree, and in one piece.
+        mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
+        share = torch.arange(batch_size, device=self.device, dtype=torch.float64)
+        share = share + torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
+        at = torch.minimum(share / batch_size * mass[-1], mass[-1].nextafter(mass.new_zeros(())))
+        slots = torch.searchsorted(mass, at, right=True)  # the first slot with more mass than that
+        weights = self.priorities[slots].clamp(min=1e-30) ** -beta  # a GPU's running sum may round past an empty slot
+        return slots, (weights / weights.max()).float()
+
+    def returns(self, slots):
+        """For slots (B,): actions, sums of discounted rewards, discounts, and slots of the states to bootstrap from.
+
+        With m = min(n, steps to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or
+        0 where a life or the game ended on the way.
+        """
+        window = (slots[:, None] + self.ahead) % self.capacity  # (B, n)
+        goes_on = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # no end before the k-th step
+        taken = goes_on * (self.actions[window] >= 0).cumprod(1)  # (B, n): 1 for k < m
+        steps = taken.sum(1)  # m
+        returns = (self.rewards[window] * taken * self.gamma**self.ahead).sum(1)
+        bootstraps = ~(self.ended[window] & taken.bool()).any(1)
+        return self.actions[slots], returns, self.gamma**steps * bootstraps, (slots + steps) % self.capacity
+
+    def set_priorities(self, slots, priorities):
+        """New priorities p (B,), at least 1e-6, of slots (B,)."""
+        powered = priorities.double().clamp(min=1e-6) ** self.alpha
+        self.priorities[slots] = powered
+        self.largest = torch.maximum(self.largest, powered.max())
+
+
+# ------------------------------------------------------------------------------------------------------------- 5. Agent
+
+
+class NoisyLinear(nn.Module):
+    """A linear layer with factorised Gaussian noise (Fortunato et al. 2018) in training mode, none in eval mode.
+
+    w = mu + sigma * f(e_out) f(e_in)^T and b = mu + sigma * f(e_out), with f(e) = sign(e) sqrt(|e|): one draw, by
+    `resample_noise`, is shared by the batch until the next.
+    """
+
+    def __init__(self, in_features, out_features, sigma0=0.5):
+        super().__init__()
+        bound = in_features**-0.5
+        self.weight_mu = nn.Parameter(torch.empty(out_features, in_features).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full((out_features, in_features), sigma0 * in_features**-0.5))
+        self.bias_mu = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
+        self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))
+        self.register_buffer("noise_in", torch.zeros(in_features))
+        self.register_buffer("noise_out", torch.zeros(out_features))
+
+    def resample_noise(self, generator=None):
+        """Draw f(e_in) and f(e_out) anew; the generator is of the layer's device."""
+        for noise in (self.noise_in, self.noise_out):
+            noise.normal_(generator=generator)
+            noise.copy_(noise.sign() * noise.abs().sqrt())
+
+    def forward(self, x):
+        if not self.training:
+            return F.linear(x, self.weight_mu, self.bias_mu)
+        # w x = mu x + f(e_out) * (sigma (f(e_in) * x)): the noisy weight itself is never formed.
+        noise = F.linear(x * self.noise_in, self.weight_sigma, self.bias_sigma) * self.noise_out
+        return F.linear(x, self.weight_mu, self.bias_mu) + noise
+
+
+class DataEfficientCNN(nn.Module):
+    """DE-Rainbow's trunk (van Hasselt et al. 2019): uint8 frames (B, F, 84, 84) and counts (B, F) -> (B, 576).
+
+    A frame with count 0 is blank: it belongs to another life.
+    """
+
+    def __init__(self, frame_stack=4):
+        super().__init__()
+        self.conv1 = nn.Conv2d(frame_stack, 32, kernel_size=5, stride=5)  # 84x84 -> 16x16
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=5, stride=5)  # 16x16 -> 3x3
+
+    def forward(self, frames, counts):
+        x = frames.float() / 255 * (counts > 0)[..., None, None]  # (B, F, 84, 84)
+        return F.relu(self.conv2(F.relu(self.conv1(x)))).flatten(1)
+
+
+class SalientPatchTransformer(nn.Module):
+    """Pools each frame's patches into one vector o_t and concatenates the stack's: (B, F, L, D), (B, F) -> (B, F*dim).
+
+    Table 13: a linear projection, then one pre-LN Transformer layer without residual connections. Its input is the
+    trainable [cls], shared by the frames, and the patches; o_t is the output's [cls] row (`pooling="cls"`) or the
+    mean of its patch rows (`"mean"`, Table 15; zeros where `"mask"` leaves none). Rows of a frame past its count are
+    padding (Table 14), whatever they hold: read as zeros (`"zero"`), as a trainable [pad] (`"token"`), or masked out
+    (`"mask"`). The order of the patches does not matter.
+    """
+
+    def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
+        super().__init__()
+        self.heads, self.padding, self.pooling = heads, padding, pooling
+        if padding == "token":
+            self.pad = nn.Parameter(torch.randn(embed_dim) * 0.02)
+        self.project = nn.Linear(embed_dim, dim)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
+        self.norm1 = nn.LayerNorm(dim)
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim, bias=False)  # a bias here adds the same to all scores: softmax ignores it
+        self.value = nn.Linear(dim, dim)
+        self.output = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim)
+
+    def attend(self, embeddings, counts):
+        """Attention weights (B*F, H, T', 1+L) over x (B*F, 1+L, dim); T' is 1, [cls], or the L patches."""
+        present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, F, L)
+        x = embeddings.float() * present[..., None]
+        if self.padding == "token":
+            x = x + self.pad * ~present[..., None]
+        x = self.project(x).flatten(0, 1)  # (B*F, L, dim)
+        x = self.norm1(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))
+        # Rows that are not read are not computed. As q.(W x) = (W^T q).x, the keys need not be formed either.
+        q = self.query(self.norm1(self.cls_token) if self.pooling == "cls" else x[:, 1:]).unflatten(2, (self.heads, -1))
+        q = torch.einsum("bthk,hkd->bhtd", q, self.key.weight.unflatten(0, (self.heads, -1)))  # (., H, T', dim)
+        q = q.flatten(1, 2) * (self.key.out_features / self.heads) ** -0.5
+        if self.pooling == "cls":  # it asks the same in every frame: one matrix product for all
+            scores = (x @ q[0].T).transpose(1, 2)  # (B*F, H, 1+L)
+        else:
+            scores = q @ x.transpose(1, 2)
+        if self.padding == "mask":
+            there = F.pad(present.flatten(0, 1), (1, 0), value=True)  # (B*F, 1+L)
+            scores = scores.masked_fill(~there[:, None], -math.inf)
+        return scores.softmax(2).unflatten(1, (self.heads, -1)), x
+
+    def forward(self, embeddings, counts):
+        weights, x = self.attend(embeddings, counts)
+        looked = (weights.flatten(1, 2) @ x).unflatten(1, weights.shape[1:3])  # (B*F, H, T', dim)
+        # The weights sum to 1, so the mean of W x + b is W (mean of x) + b.
+        values = torch.einsum("bhtd,hkd->bthk", looked, self.value.weight.unflatten(0, (self.heads, -1)))
+        z = self.output(values.flatten(2) + self.value.bias)
+        z = self.mlp(self.norm2(z)).unflatten(0, counts.shape)  # (B, F, T', dim)
+        if self.pooling == "cls":
+            return z.flatten(1)
+        if self.padding != "mask":
+            return z.mean(2).flatten(1)
+        present = torch.arange(z.shape[2], device=z.device) < counts[..., None]
+        return ((z * present[..., None]).sum(2) / counts.clamp(min=1)[..., None]).flatten(1)
+
+
+class RainbowNetwork(nn.Module):
+    """Dueling, noisy, distributional Q (Hessel et al. 2018) over a trunk: log-probabilities of returns, (B, A, Z)."""
+
+    def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, num_atoms=51, v_min=-10.0, v_max=10.0,
+                 sigma0=0.5):
+        super().__init__()
+        self.trunk = trunk
+        self.value_hidden = NoisyLinear(trunk_dim, hidden_size, sigma0)
+        self.value_out = NoisyLinear(hidden_size, num_atoms, sigma0)
+        self.advantage_hidden = NoisyLinear(trunk_dim, hidden_size, sigma0)
+        self.advantage_out = NoisyLinear(hidden_size, num_actions * num_atoms, sigma0)
+        self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))  # z_0 ... z_{Z-1}
+
+    def forward(self, frames, counts):
+        o = self.trunk(frames, counts)
+        o = o.detach() + (o - o.detach()) / 2**0.5  # both streams send gradients: scale them (Wang et al. 2016)
+        value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
+        advantage = self.advantage_out(F.relu(self.advantage_hidden(o))).unflatten(1, (-1, len(self.support)))
+        return (value + advantage - advantage.mean(1, keepdim=True)).log_softmax(2)
+
+    def q_values(self, frames, counts):
+        """Expected returns (B, A)."""
+        return (self(frames, counts).exp() * self.support).sum(2)
+
+    def resample_noise(self, generator=None):
+        """Draw the noise of every noisy layer anew."""
+        for layer in (self.value_hidden, self.value_out, self.advantage_hidden, self.advantage_out):
+            layer.resample_noise(generator)
+
+
+def project_distribution(probabilities, returns, discounts, support):
+    """Phi T Z (Bellemare et al. 2017, Eq. 7): returns + discounts * Z put back on the support, (B, Z).
+
+    Z has probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts are (B,). Each shifted atom
+    shares its mass between its two neighbours in proportion to closeness: a triangular kernel, so no index is rounded.
+    """
+    spacing = support[1] - support[0]
+    shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z): T z_j
+    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)  # (B, Z, Z): i takes from j
+    return (kernel @ probabilities[:, :, None]).squeeze(2)
+
+
+def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator):
+    """One update of the online network; returns tensors (0-dimensional): loss, q (mean) and grad_norm."""
+    slots, weights = replay.sample(batch_size, beta, generator)
+    actions, returns, discounts, next_slots = replay.returns(slots)
+    online.resample_noise(generator)
+    target.resample_noise(generator)
+    batch = torch.arange(batch_size, device=slots.device)
+    with torch.no_grad():
+        next_states = replay.stacks(next_slots)
+        best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
+        probabilities = target(*next_states)[batch, best].exp()  # the target network judges  (B, Z)
+        goal = project_distribution(probabilities, returns, discounts, online.support)
+    log_probs = online(*replay.stacks(slots))  # (B, A, Z)
+    divergence = (torch.xlogy(goal, goal) - goal * log_probs[batch, actions]).sum(1)  # KL(target || prediction), (B,)
+    loss = (weights * divergence).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm)
+    optimizer.step()
+    replay.set_priorities(slots, divergence.detach())
+    q = (log_probs.detach()[batch, actions].exp() * online.support).sum(1).mean()
+    return {"loss": loss.detach(), "q": q, "grad_norm": grad_norm}
+
+
+# -------------------------------------------------------------------------------------------------------- 6. Evaluation
+
+
+def evaluate(network, look, make_env, seeds, frame_stack, epsilon, rng, device):
+    """Raw scores, a list, of one whole game for each of seeds (E,), all played at once by a network without noise.
+
+    `look(frames)` turns uint8 frames (B, H, W, 3) on the device into what the network reads of one, (frames (B, *),
+    counts (B,)). `make_env()` makes an environment of one game; each steps in a thread of its own, and a finished game
+    costs nothing. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost life does not blank
+    the stack. The network is left in the mode that it was in.
+    """
+    envs = [make_env() for _ in seeds]
+    observations = [env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)]
+    playing, scores, stacks, counts = list(range(len(envs))), [0.0] * len(envs), None, None
+    was_training = network.training
+    network.eval()
+    progress = tqdm(total=len(envs), desc="evaluating", unit="game")
+    while playing:
+        frames = torch.from_numpy(np.concatenate([observations[i][:, 0] for i in playing])).to(device)
+        seen, count = look(frames)
+        if stacks is None:  # before the game there is nothing to see: count 0
+            stacks = seen.new_zeros(len(envs), frame_stack, *seen.shape[1:])
+            counts = count.new_zeros(len(envs), frame_stack)
+        now = torch.tensor(playing, device=device)
+        stacks[now] = torch.cat([stacks[now, 1:], seen[:, None]], 1)
+        counts[now] = torch.cat([counts[now, 1:], count[:, None]], 1)
+        with torch.no_grad():
+            actions = network.q_values(stacks[now], counts[now]).argmax(1).cpu().numpy()
+        random = rng.integers(envs[0].single_action_space.n, size=len(playing))
+        actions = np.where(rng.random(len(playing)) < epsilon, random, actions)
+        for i, action in zip(playing, actions, strict=True):
+            envs[i].send(action[None])
+        for i in playing.copy():
+            observations[i], reward, terminated, truncated, info = envs[i].recv()
+            scores[i] += float(reward[0])
+            if (terminated[0] and info["lives"][0] == 0) or truncated[0]:
+                playing.remove(i)
+                envs[i].close()
+                progress.update()
+    progress.close()
+    network.train(was_training)
+    return scores
+
+
+@torch.no_grad()
+def watch_game(network, look, env, seed, frame_stack, device, max_steps=1000):
+    """Play a game of the network without noise or random actions, for figures and videos, a step at a time.
+
+    Yields (uint8 frame, state that the network read, and whatever `look(frames)` returns beside (frames, counts)).
+    """
+    was_training = network.training
+    network.eval()
+    observation, _ = env.reset(seed=seed)
+    stack, over, step = None, False, 0
+    while not over and step < max_steps:  # a policy may have learned to stand still
+        seen, count, *more = look(torch.from_numpy(observation[:, 0]).to(device))
+        if stack is None:
+            stack = [(torch.zeros_like(seen), torch.zeros_like(count))] * frame_stack
+        stack = stack[1:] + [(seen, count)]
+        state = [torch.stack(part, 1) for part in zip(*stack, strict=True)]
+        yield observation[0, 0].copy(), state, *more
+        action = network.q_values(*state).argmax(1).cpu().numpy()
+        observation, _, terminated, truncated, info = env.step(action)
+        over, step = (terminated[0] and info["lives"][0] == 0) or truncated[0], step + 1
+    network.train(was_training)
+
+
+@torch.no_grad()
+def attended_patches(trunk, state, patch_ids):
+    """Of the newest frame of a state (batch 1): the ids (list) of the selected patches and those of the attended ones.
+
+    The attended patches are the fewest that hold 60 % of the attention that [cls] (under mean pooling: the patches)
+    pays to the selected patches, averaged over the heads (Fig. 6). patch_ids is (1, L).
+    """
+    weights, _ = trunk.attend(*state)  # (F, H, T', 1+L); the last frame is the newest
+    selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
+    attention = weights[-1].mean((0, 1))[1 : 1 + len(selected)]  # (K,)
+    order = attention.argsort(descending=True)
+    mass = attention[order].cumsum(0) / attention.sum()
+    fewest = int((mass < 0.6).sum()) + 1
+    return selected.tolist(), selected[order[:fewest]].tolist()
+
+
+def mark_patches(frame, selected, attended, side, zoom=4):
+    """The frame (H, W, 3) enlarged: selected patches in red squares, attended ones in orange and shaded yellow."""
+    picture = frame.repeat(zoom, 0).repeat(zoom, 1)
+    size = len(picture) // side
+    for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 150, 0))):
+        for i in ids:
+            row, column = i // side * size, i % side * size
+            patch = picture[row : row + size, column : column + size]  # a view: what is painted here stays
+            if colour != (255, 0, 0):
+                patch[:] = (patch * 0.6 + np.array([255, 230, 0]) * 0.4).astype(np.uint8)
+            patch[:2], patch[-2:], patch[:, :2], patch[:, -2:] = colour, colour, colour, colour
+    return picture
+
+
+def draw_policy_attention(moments, side, path, columns=4):
+    """Fig. 6: what the policy looks at, in eight frames spread over a game, as a PNG file."""
+    figure, axes = plt.subplots(2, columns, figsize=(3 * columns, 6.6), layout="constrained")
+    steps = np.linspace(0, len(moments) - 1, axes.size).astype(int)
+    for axis, step in zip(axes.flat, steps, strict=True):
+        frame, selected, attended = moments[step]
+        axis.imshow(mark_patches(frame, selected, attended, side))
+        axis.set_title(f"step {step}: {len(attended)} of {len(selected)} patches", fontsize=12)
+        axis.axis("off")
+    figure.suptitle("Red: the patches that the agent sees. Yellow: those with 60 % of its attention", fontsize=14)
+    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=110))
+    plt.close(figure)
+
+
+def save_video(moments, side, path, frames_a_second=15):
+    """The game as a GIF file: moments of (frame (H, W, 3), ids of selected patches, ids of attended ones)."""
+    figure = plt.figure(figsize=(3.84, 3.84), dpi=100)
+    image = figure.add_axes((0, 0, 1, 1)).imshow(mark_patches(*moments[0], side))
+    image.axes.axis("off")
+
+    def write(temporary):
+        writer = PillowWriter(fps=frames_a_second)
+        with writer.saving(figure, temporary, dpi=100):
+            for moment in moments:
+                image.set_data(mark_patches(*moment, side))
+                writer.grab_frame()
+
+    write_whole(path, write)
+    plt.close(figure)
+
+
+# ------------------------------------------------------------------------------------------------------------- 7. Files
+
+
+def write_whole(path, write):
+    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path, content):
+    """Write `content` to a JSON file, whole; paths become strings."""
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2, default=str) + "\n"))
+
+
+def mae_sizes(args):
+    """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
+    return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
+            "encoder_depth": args.encoder_depth, "encoder_heads": args.encoder_heads, "decoder_dim": args.decoder_dim,
+            "decoder_depth": args.decoder_depth, "decoder_heads": args.decoder_heads}
+
+
+def plain_args(args):
+    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+
+
+def save_mae(path, mae, args, salient_counts):
+    """Write mae.pt: model, sizes, env_id, args, and salient_counts.
+
+    That is a dict of K of each pre-training frame (`counts`) and the slope they were counted at (`lorenz_slope`), or
+    None where the frames are not known.
+    """
+    content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
+               "salient_counts": salient_counts}
+    write_whole(path, lambda temporary: torch.save(content, temporary))
+
+
+def load_mae(path, mae, args):
+    """Load a checkpoint into `mae` in place; returns its `salient_counts`, or None. Exits with status 2 if it is wrong.
+
+    Takes mae.pt and what facebookresearch/mae and the authors' code save: {"model": state dict, "args": Namespace}.
+    """
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location=mae.pos_embed.device, weights_only=True)
+        state = content["model"]
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        salient_counts = content.get("salient_counts")
+        if salient_counts is not None:
+            salient_counts = {"counts": salient_counts["counts"], "lorenz_slope": salient_counts["lorenz_slope"]}
+    except Exception as error:  # a damaged or foreign file can fail in any way
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({reason}); give a mae.pt")
+    if content.get("env_id", args.env_id) != args.env_id:
+        fail(f"--mae-checkpoint {path} is of {content['env_id']}; give --env-id {content['env_id']} or another file")
+    for name, value in content.get("sizes", {}).items():
+        if value != mae_sizes(args).get(name):
+            fail(f"--mae-checkpoint {path} has {name} {value}; give --{name.replace('_', '-')} {value}")
+    wanted = {name: tuple(value.shape) for name, value in mae.state_dict().items()}
+    for name in wanted | shapes:
+        if shapes.get(name) != wanted.get(name):
+            fail(f"--mae-checkpoint {path}: {name} is {shapes.get(name, 'missing')} there and "
+                 f"{wanted.get(name, 'missing')} here; give the size flags that it was trained with")
+    mae.load_state_dict(state)
+    return salient_counts
+
+
+# -------------------------------------------------------------------------------------------------------------- 8. Main
+
+
+def look_at_pixels(frames):
+    """What DE-Rainbow sees of uint8 frames (B, 84, 84): the frames themselves, and counts (B,), all 1."""
+    return frames, torch.ones(len(frames), dtype=torch.int64, device=frames.device)
+
+
+@torch.no_grad()
+def look_at_all_patches(mae, frames):
+    """What MAE-All sees of uint8 frames (B, H, W, 3): embeddings (B, N, D) float16, counts (B,), patch_ids (B, N)."""
+    patch_ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)
+    count = torch.full((len(frames),), mae.num_patches, device=frames.device)
+    return encode_patches(mae, frames, patch_ids, count).half(), count, patch_ids
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    if args.method == "de-rainbow-p":  # Table 12
+        random_steps = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+        args.total_timesteps += random_steps - args.learning_starts  # as many steps of learning as without
+        args.learning_starts = random_steps
+    check_args(args)
+    device = pick_device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    seconds = defaultdict(float)  # wall seconds by phase
+
+    @contextlib.contextmanager
+    def clock(phase):
+        start = time.perf_counter()
+        yield
+        seconds[phase] += time.perf_counter() - start
+
+    # The masked auto-encoder of MAE-All, loaded or still to be trained.
+    if args.method == "mae-all":
+        torch.manual_seed(args.seed)
+        with torch.device(device):
+            mae = MaskedAutoencoder(**mae_sizes(args))
+        salient_counts = load_mae(args.mae_checkpoint, mae, args) if args.mae_checkpoint else None
+
+    game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
+    name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    run_dir = Path("runs") / name
+    try:
+        run_dir.mkdir(parents=True)
+    except OSError as error:
+        fail(f"--run-name: the new folder {run_dir} cannot be made ({error.strerror}); give another name")
+    print(f"{args.method}, device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
+    write_json(run_dir / "args.json", plain_args(args))
+    writer = SummaryWriter(run_dir)
+
+    if args.method == "mae-all":
+        if not args.mae_checkpoint:
+            num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+            with clock("collect"):
+                frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
+            with clock("pretrain"):
+                pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, writer.add_scalar)
+            del frames
+        mae.eval().requires_grad_(False)
+        save_mae(run_dir / "mae.pt", mae, args, salient_counts)
+
+    # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
+    torch.manual_seed(args.seed)
+    envs = make_envs(args, 1)
+    num_actions = int(envs.single_action_space.n)
+    if args.method == "mae-all":
+        frame_shape, dtype = (mae.num_patches, args.encoder_dim), torch.float16
+        trunk_dim = args.frame_stack * args.agent_dim
+    else:
+        frame_shape, dtype, trunk_dim = (84, 84), torch.uint8, 576
+
+    def look(frames):
+        """What the network reads of uint8 frames on the device: (frames, counts), and of MAE-All the patches' ids."""
+        return look_at_all_patches(mae, frames) if args.method == "mae-all" else look_at_pixels(frames)
+
+    def make_network():
+        with torch.device(device):
+            if args.method == "mae-all":
+                trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads)
+            else:
+                trunk = DataEfficientCNN(args.frame_stack)
+            return RainbowNetwork(trunk, trunk_dim, num_actions, args.hidden_size, args.num_atoms, args.v_min,
+                                  args.v_max, args.noisy_std)
+
+    online, target = make_network(), make_network().requires_grad_(False)
+    target.load_state_dict(online.state_dict())
+    optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    replay = Replay(args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma,
+                    args.priority_exponent)
+    action_rng = np.random.default_rng([args.seed, ACT])
+    generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
+    online.resample_noise(generator)  # to act with until the first update draws anew
+
+    def remember(observation, starts):
+        """Store what the agent sees of an observation (1, 1, H, W, ...)."""
+        with clock("encode"):
+            seen, count, *_ = look(torch.from_numpy(observation[:, 0]).to(device))
+        with clock("store"):
+            replay.append(seen[0], count[0], starts)
+
+    def evaluation_scores():
+        """Raw scores of --eval-episodes games: the same games each time, so evaluations differ by the weights alone."""
+        seeds = game_seeds(args.seed, EVALUATE, num=args.eval_episodes)
+        return evaluate(online, lambda frames: look(frames)[:2], lambda: make_envs(args, 1), seeds, args.frame_stack,
+                        args.eval_epsilon, np.random.default_rng([args.seed, EVALUATE]), device)
+
+    games, score, length, updates, recent, evaluations = 0, 0.0, 0, 0, deque(maxlen=10), []
+    best_median, best_weights, training_scores = -math.inf, None, []
+    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
+    remember(observation, starts=True)
+    logged_at, logged_step = time.perf_counter(), 0
+    progress = tqdm(range(1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02)
+    for step in progress:
+        if step <= args.learning_starts:
+            action = action_rng.integers(num_actions, size=1)
+        else:
+            with clock("act"), torch.no_grad():
+                state = replay.stacks(torch.full((1,), replay.slot, device=device))
+                action = online.q_values(*state).argmax(1).cpu().numpy()
+
+        with clock("environment"):
+            observation, reward, terminated, truncated, info = envs.step(action)
+        score, length = score + float(reward[0]), length + 1
+        ended = bool(terminated[0])  # a life or the game: no reward after it counts
+        over = (ended and info["lives"][0] == 0) or bool(truncated[0])
+        with clock("store"):
+            replay.complete(int(action[0]), float(np.clip(reward[0], -1, 1)), ended)  # Table 9: clipped to [-1, 1]
+        if truncated[0] and not ended:  # cut off, not ended: the last state still has a value
+            remember(observation, starts=False)
+            replay.truncate()
+        if over:
+            games += 1
+            recent.append(score)
+            training_scores.append((step, score))
+            writer.add_scalar("charts/episodic_return", score, step)
+            writer.add_scalar("charts/episodic_length", length, step)
+            score, length = 0.0, 0
+            with clock("environment"):  # a seeded reset in place of the automatic one
+                observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
+        remember(observation, starts=ended or over)
+
+        if step > args.learning_starts and step % args.train_frequency == 0:
+            past = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+            beta = args.priority_weight + (1 - args.priority_weight) * past
+            with clock("update"):
+                metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator)
+            updates += 1
+            if updates % args.target_update_frequency == 0:
+                target.load_state_dict(online.state_dict())
+            if updates % 100 == 0:
+                metrics = {name: float(value) for name, value in metrics.items()}
+                if not all(map(math.isfinite, metrics.values())):
+                    sys.exit(f"error: step {step}: {metrics} is not finite; try a smaller --learning-rate")
+                for name, value in metrics.items():
+                    writer.add_scalar({"q": "charts/q"}.get(name, f"losses/{name}"), value, step)
+
+        if step % 100 == 0:
+            now = time.perf_counter()
+            writer.add_scalar("charts/steps_per_second", (step - logged_step) / (now - logged_at), step)
+            logged_at, logged_step = now, step
+            progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games)
+
+        if step == args.total_timesteps or (args.eval_frequency and step % args.eval_frequency == 0):
+            paused_at = time.perf_counter()
+            with clock("evaluate"):
+                scores = evaluation_scores()
+            logged_at += time.perf_counter() - paused_at  # steps a second are training's
+            evaluations.append({"step": step, "scores": scores})
+            writer.add_scalar("eval/mean", np.mean(scores), step)
+            writer.add_scalar("eval/median", np.median(scores), step)
+            if not args.eval_frequency or np.median(scores) > best_median:
+                best_median = np.median(scores)
+                best_weights = {name: value.cpu().clone() for name, value in online.state_dict().items()}
+                content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step}
+                write_whole(run_dir / "agent.pt", lambda temporary: torch.save(content, temporary))
+    envs.close()
+    writer.close()
+
+    # The report.
+    reported = max(evaluations, key=lambda e: np.median(e["scores"])) if args.eval_frequency else evaluations[-1]
+    scores = reported["scores"]
+    measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
+    on_device = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+    write_json(run_dir / "results.json", {
+        "env_id": args.env_id, "method": args.method, "seed": args.seed, "args": plain_args(args),
+        "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
+        "evaluations": evaluations, "scores": scores, "mean": float(np.mean(scores)),
+        "median": float(np.median(scores)), "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+        "steps": args.total_timesteps, "updates": updates, "games": games, "training_scores": training_scores,
+        "seconds": dict(seconds), "device": str(device), "threads": torch.get_num_threads(),
+        "peak_memory_gb": {"host": host / 1e9, "device": on_device},
+        "versions": {"python": platform.python_version(), **{package: version(package) for package in
+                     ("torch", "gymnasium", "ale-py", "numpy")}},
+    })
+    online.load_state_dict(best_weights)
+    if args.method == "mae-all" or args.capture_video:
+        env = make_envs(args, 1)
+        game = watch_game(online, look, env, game_seeds(args.seed, EVALUATE), args.frame_stack, device)
+        if args.method == "mae-all":
+            side = mae.side
+            moments = [(frame, *attended_patches(online.trunk, state, patch_ids)) for frame, state, patch_ids in game]
+            draw_policy_attention(moments, side, run_dir / "figures" / "policy_attention.png")
+        else:
+            side = 1
+            moments = [(frame[..., None].repeat(3, axis=2), [], []) for frame, _ in game]  # grey as RGB, nothing marked
+        env.close()
+        if args.capture_video:
+            save_video(moments, side, run_dir / "videos" / "policy.gif")
+    print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")

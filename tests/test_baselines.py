@@ -1,0 +1,207 @@
+"""DE-Rainbow, DE-Rainbow-P and MAE-All: their inputs, their networks, and whole runs beside SPIRL's."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from test_script import SMALL, finished, run_here, scalars
+
+import spirl_baselines as baselines
+import spirl_rainbow as spirl
+
+METHODS = ("de-rainbow", "de-rainbow-p", "mae-all")
+PIXELS = SMALL[SMALL.index("--max-episode-frames") :]  # what DE-Rainbow takes of a small run's flags
+
+
+def small(method, *flags):
+    size = {"mae-all": SMALL, "de-rainbow": PIXELS, "de-rainbow-p": [*PIXELS, "--mae-frames", "150"]}[method]
+    return [*size, "--method", method, *flags]
+
+
+def oracle_convolution(image, layer):
+    """A 5x5 convolution with stride 5 and ReLU of (C, H, W), one output at a time."""
+    weight, bias = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+    side = (image.shape[1] - 5) // 5 + 1
+    out = np.zeros((len(weight), side, side))
+    for channel in range(len(weight)):
+        for row in range(side):
+            for column in range(side):
+                window = image[:, 5 * row : 5 * row + 5, 5 * column : 5 * column + 5]
+                out[channel, row, column] = max(0.0, (window * weight[channel]).sum() + bias[channel])
+    return out
+
+
+def test_the_cnn_against_loops():
+    torch.manual_seed(0)
+    cnn = baselines.DataEfficientCNN()
+    frames = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    counts = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])  # the second stack is two frames into a life
+    with torch.no_grad():
+        features = cnn(frames, counts)
+    assert features.shape == (2, 576)  # 64 channels of 3x3
+    for stack, count, got in zip(frames.numpy(), counts.numpy(), features):
+        image = stack / 255.0 * count[:, None, None]
+        first = oracle_convolution(image, cnn.conv1)
+        assert first.shape == (32, 16, 16)
+        np.testing.assert_allclose(oracle_convolution(first, cnn.conv2).ravel(), got, rtol=1e-4, atol=1e-6)
+
+
+def test_the_grey_frames_are_of_the_same_games():
+    grey, rgb = (baselines.make_envs(baselines.Args(method=method), 1) for method in ("de-rainbow", "mae-all"))
+    seen = [env.reset(seed=spirl.game_seeds(1, spirl.PLAY, 0))[0] for env in (grey, rgb)]
+    assert seen[0].shape == (1, 1, 84, 84) and seen[1].shape == (1, 1, 96, 96, 3) and seen[0].dtype == np.uint8
+    for _ in range(20):
+        seen = [env.step(np.array([3]))[0] for env in (grey, rgb)]
+    luminance = torch.from_numpy(seen[1][:, 0] @ np.array([0.2989, 0.587, 0.114])).float()[None]
+    resized = torch.nn.functional.interpolate(luminance, size=(84, 84), mode="area")[0]
+    assert (resized - torch.from_numpy(seen[0][:, 0])).abs().median() < 3  # grey levels of 255
+
+
+def test_mae_all_sees_all_embeddings_in_order(trained_mae, random_play):
+    frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][100:103])
+    embeddings, counts, patch_ids = baselines.look_at_all_patches(trained_mae, frames)
+    assert embeddings.shape == (3, 144, 64) and embeddings.dtype == torch.float16
+    assert counts.tolist() == [144] * 3 and patch_ids.tolist() == [list(range(144))] * 3
+    for frame, got in zip(frames, embeddings):
+        patches = [frame[8 * row : 8 * row + 8, 8 * column : 8 * column + 8].flatten().float() / 255
+                   for row in range(12) for column in range(12)]
+        with torch.no_grad():
+            latent = trained_mae.encode(torch.stack(patches)[None], torch.arange(144)[None])[0]
+        for place in range(144):  # row 0 of both is [cls]
+            expected = latent[1 + place] + trained_mae.pos_embed[0, 1 + place]
+            torch.testing.assert_close(got[place].float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_memory_of_a_100k_replay():
+    for shape, dtype, limit in (((84, 84), torch.uint8, 0.8e9), ((144, 64), torch.float16, 2e9)):
+        replay = baselines.Replay(100_000, shape, dtype, "cpu")
+        tensors = [value for value in vars(replay).values() if isinstance(value, torch.Tensor)]
+        assert sum(value.numel() * value.element_size() for value in tensors) < limit
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_on_two_games(tmp_path, method):
+    """Frostbite in the 100K setting's regime, MsPacman in the 400K setting's, both in small."""
+    flags = {"frostbite": small(method, "--total-timesteps", "240", "--capture-video"),
+             "mspacman": small(method, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", "240", "--train-frequency",
+                               "4", "--eval-frequency", "135")}
+    with ThreadPoolExecutor(2) as pool:
+        (path, results), (_, other) = pool.map(
+            lambda name: finished(tmp_path, name, *flags[name], script="spirl_baselines.py"), flags)
+    steps = 270 if method == "de-rainbow-p" else 240  # 30 more random ones
+    assert results["method"] == method and results["steps"] == steps and results["updates"] == 120
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
+    of_mae = {"mae.pt", "figures/policy_attention.png"} if method == "mae-all" else set()
+    assert names == {"args.json", "agent.pt", "results.json", "videos/policy.gif"} | of_mae
+    assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
+    phases = {"store", "environment", "act", "update", "evaluate", "encode"}
+    assert results["seconds"].keys() == phases | ({"collect", "pretrain"} if method == "mae-all" else set())
+    assert results["protocol"].startswith("mean of the final weights") and len(results["scores"]) == 3
+    assert results["mean"] == pytest.approx(np.mean(results["scores"]))
+    curves = scalars(path)
+    assert curves.keys() >= {"charts/episodic_return", "losses/loss", "charts/q", "eval/mean"}
+    agent = torch.load(path / "agent.pt", weights_only=True)
+    trunk = {name for name in agent["model"] if name.startswith("trunk.")}
+    assert ("trunk.conv1.weight" in trunk) == (method != "mae-all") == ("trunk.cls_token" not in trunk)
+    assert other["updates"] == 30 and other["protocol"].startswith("best median")
+    ends = [135, 240] if method != "de-rainbow-p" else [135, 270]
+    assert [evaluation["step"] for evaluation in other["evaluations"]] == ends
+
+
+def test_de_rainbow_p_starts_from_random_steps_alone(tmp_path, monkeypatch):
+    """One update, on the first step after the random ones: all that the replay holds then is theirs, and the new one."""
+    end = run_here(tmp_path, monkeypatch, *PIXELS, "--method", "de-rainbow-p", "--env-id", "ALE/MsPacman-v5",
+                   "--mae-frames", 700, "--total-timesteps", 121, "--buffer-size", 800, "--run-name", "p",
+                   script="spirl_baselines.py")
+    assert end["updates"] == 1 and end["args"].total_timesteps == 701
+    rng, env = np.random.default_rng([1, spirl.ACT]), baselines.make_envs(end["args"], 1)
+    observation, _ = env.reset(seed=spirl.game_seeds(1, spirl.PLAY, 0))
+    replay, slot, games, starts, random_steps = end["replay"], 0, 0, True, 0
+    while random_steps < 700:
+        action = rng.integers(9, size=1)
+        assert torch.equal(replay.frames[slot], torch.from_numpy(observation[0, 0])) and replay.counts[slot] == 1
+        assert replay.actions[slot] == action[0] and replay.starts[slot] == starts
+        observation, reward, terminated, truncated, info = env.step(action)
+        assert replay.rewards[slot] == min(reward[0], 1) and replay.ended[slot] == terminated[0]
+        slot, random_steps, starts = slot + 1, random_steps + 1, bool(terminated[0])
+        if truncated[0] and not terminated[0]:
+            assert torch.equal(replay.frames[slot], torch.from_numpy(observation[0, 0])) and replay.actions[slot] == -1
+            slot += 1
+        if truncated[0] or (terminated[0] and info["lives"][0] == 0):
+            games, starts = games + 1, True
+            observation, _ = env.reset(seed=spirl.game_seeds(1, spirl.PLAY, games))
+    assert games >= 2
+    assert torch.equal(replay.frames[slot], torch.from_numpy(observation[0, 0])) and replay.actions[slot] >= 0
+    assert replay.slot == slot + 1 and replay.actions[slot + 1] == -1  # the step that learned, and what it led to
+
+
+@pytest.mark.parametrize("game, random_steps, total", [("Frostbite", 5_000, 103_400), ("Seaquest", 50_000, 148_400)])
+def test_de_rainbow_p_has_the_steps_of_table_12(tmp_path, game, random_steps, total):
+    command = [sys.executable, ROOT / "spirl_baselines.py", "--method", "de-rainbow-p", "--env-id", f"ALE/{game}-v5",
+               "--run-name", "p", "--threads", "1"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        arguments = tmp_path / "runs/p/args.json"
+        while process.poll() is None and not arguments.exists():
+            time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+    args = json.loads(arguments.read_text())
+    assert args["learning_starts"] == random_steps and args["total_timesteps"] == total
+    assert args["buffer_size"] == 100_000
+
+
+def test_all_methods_begin_with_the_same_1600_steps(tmp_path, monkeypatch):
+    """The same actions, clipped rewards and ends of lives and games, whatever the agent sees of them."""
+    _, mae = finished(tmp_path, "mae", *SMALL, "--eval-episodes", "1", "--total-timesteps", "125", "--method",
+                      "mae-all", script="spirl_baselines.py")
+    flags = ["--learning-starts", 1600, "--total-timesteps", 1610, "--buffer-size", 1700, "--eval-episodes", 1]
+    from_mae, ends = [*SMALL, *flags, "--mae-checkpoint", tmp_path / "runs/mae/mae.pt"], {}
+    for method in METHODS:
+        own = from_mae if method == "mae-all" else [*PIXELS, *flags]
+        ends[method] = run_here(tmp_path, monkeypatch, *own, "--method", method, "--run-name", method, *(
+            ["--mae-frames", 1650] if method == "de-rainbow-p" else []), script="spirl_baselines.py")
+    ends["spirl"] = run_here(tmp_path, monkeypatch, *from_mae, "--run-name", "spirl")
+    replays = {method: end["replay"] for method, end in ends.items()}
+    for name in ("actions", "rewards", "ended", "starts"):
+        first = {method: getattr(replay, name)[:1600].tolist() for method, replay in replays.items()}
+        assert all(values == first["spirl"] for values in first.values()), name
+    assert replays["spirl"].rewards[:1600].sum() > 5 and replays["spirl"].ended[:1600].sum() > 5
+    games = {method: [pair for pair in end["training_scores"] if pair[0] <= 1600] for method, end in ends.items()}
+    assert all(scores == games["spirl"] for scores in games.values()) and len(games["spirl"]) > 2
+    assert {replay.frames.dtype for replay in replays.values()} == {torch.uint8, torch.float16}
+
+
+def test_a_run_repeats_itself(tmp_path):
+    flags = small("de-rainbow", "--total-timesteps", "240")
+    with ThreadPoolExecutor(2) as pool:
+        (one, first), (two, second) = pool.map(
+            lambda name: finished(tmp_path, name, *flags, script="spirl_baselines.py"), ("one", "two"))
+    assert first["scores"] == second["scores"] and first["training_scores"] == second["training_scores"]
+    weights = [torch.load(path / "agent.pt", weights_only=True)["model"] for path in (one, two)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--mae-checkpoint", "{file}"], "--mae-checkpoint is not for --method de-rainbow; leave it out"),
+    (["--method", "de-rainbow-p", "--encoder-dim", "32"], "--encoder-dim is not for --method de-rainbow-p"),
+    (["--mae-frames", "5000"], "--mae-frames is not for --method de-rainbow; leave it out"),
+    (["--method", "de-rainbow-p", "--mae-frames", "-3"], "--mae-frames is -3"),
+    (["--method", "mae-all", "--agent-heads", "5"], "--agent-dim 32 is not a multiple of --agent-heads 5"),
+    (["--buffer-size", "30"], "--buffer-size 30 is too small"),
+])
+def test_bad_input_gets_one_line_and_status_2(tmp_path, flags, message):
+    file = tmp_path / "some.pt"
+    file.write_bytes(b"")
+    flags = [flag.format(file=file) for flag in flags]
+    done = subprocess.run([sys.executable, ROOT / "spirl_baselines.py", *flags], cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert re.match(f"error: {message}", done.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["some.pt"]
