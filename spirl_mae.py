@@ -558,14 +558,14 @@ class ErrorMapCache:
         self.mask_score, self.mask_value = (behind.mask_score, behind.mask_value) if behind else self._mask_tokens()
 
     def _mask_tokens(self):
-        """What the [mask] tokens say in the first decoder layer: scores (N, H, T, 1) and values (N, H, T, d)."""
+        """What the [mask] tokens say in the first decoder layer: scores (N, H, 1, T) and values (N, H, T, d)."""
         # Attention over several keys is attention over one key whose score is their log-sum-exp and whose value is
         # their weighted mean. So all the [mask] tokens of a place act as one key.
         scores = self.q[0] @ self.k[0].transpose(1, 2) * self.q.shape[3] ** -0.5  # (H, T, T)
         score, value = [], []
         for same in self.same:  # for each place
             here = scores.masked_fill(~same, -math.inf)
-            score.append(here.logsumexp(2, keepdim=True))
+            score.append(here.logsumexp(2)[:, None])
             value.append(here.softmax(2) @ self.v[0])
         return torch.stack(score), torch.stack(value)
 
@@ -575,6 +575,10 @@ class ErrorMapCache:
         patch = F.pad(patch.unflatten(1, (self.mae.side, -1)), (1, 1, 1, 1))  # (B, P+2, P+2)
         around = patch.unfold(1, 3, 1).unfold(2, 3, 1)  # (B, P, P, 3, 3)
         return ((around * self.place_factor).sum((3, 4)) + self.place_key).flatten(1)
+
+    def __len__(self):
+        """Entries in the table."""
+        return int((self.keys != 0).sum())
 
     def lookup(self, keys):
         """(errors (M,), found (M,)) for keys (M,); an error that was not found is 0."""
@@ -628,9 +632,9 @@ class ErrorMapCache:
         # First layer. [mask] tokens look at the other [mask] tokens, as one key, and at the changed ones.
         block = mae.decoder_blocks[0]
         q, k, v = block.attn.project(block.norm1(changed))  # (M, H, 9, d) each
-        scores = (self.q * self.q.shape[3] ** -0.5) @ k.transpose(2, 3)  # (M, H, T, 9)
-        scores = scores.masked_fill(~present[:, None, None], -math.inf)
-        weights = torch.cat([self.mask_score[place], scores], 3).softmax(3)
+        scores = k @ (self.q * self.q.shape[3] ** -0.5).transpose(2, 3)  # (M, H, 9, T): softmax is slow over short rows
+        scores = scores.masked_fill(~present[:, None, :, None], -math.inf)
+        weights = torch.cat([self.mask_score[place], scores], 2).softmax(2).transpose(2, 3)  # (M, H, T, 10)
         looked = weights[..., :1] * self.mask_value[place] + weights[..., 1:] @ v  # (M, H, T, d)
         # The changed tokens look at all: the [mask] tokens' keys are the constant ones.
         M = len(wanted)

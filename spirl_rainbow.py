@@ -16,7 +16,7 @@ Contents, in reading order:
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
     4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, encode_patches, ideal_max_ratio
     5. Replay         Replay
-    6. Agent          NoisyLinear, SalientPatchTransformer, RainbowNetwork, project_distribution, learn
+    6. Agent          NoisyLinear, SalientPatchTransformer, RainbowNetwork, project_distribution, c51_loss, learn
     7. Evaluation     evaluate, watch_game, attended_patches, draw_policy_attention, save_video
     8. Files          write_whole, save_mae, load_mae
     9. Main
@@ -34,6 +34,7 @@ import math
 import os
 import platform
 import resource
+import shutil
 import sys
 import time
 from collections import defaultdict, deque
@@ -77,6 +78,9 @@ class Args:
     """CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine"""
     run_name: str = ""
     """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
+    compile: bool = False
+    """torch.compile the update, with CUDA graphs on a GPU: the same results up to rounding after a minute of compiling;
+    on a CPU it needs a C++ compiler"""
     capture_video: bool = False
     """save a game of the final policy, what it looks at marked, as videos/*.gif"""
 
@@ -242,6 +246,8 @@ def check_agent_args(args):
     """Stop with one clear line if an argument of the agent or its training cannot work."""
     if args.agent_dim % args.agent_heads:
         fail(f"--agent-dim {args.agent_dim} is not a multiple of --agent-heads {args.agent_heads}")
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++"))):
+        fail("--compile needs a C++ compiler, g++ say, and finds none; install one, or leave the flag out")
     if args.v_min >= args.v_max:
         fail(f"--v-min {args.v_min} is not below --v-max {args.v_max}")
     if args.num_atoms < 2:
@@ -644,14 +650,14 @@ class ErrorMapCache:
         self.mask_score, self.mask_value = (behind.mask_score, behind.mask_value) if behind else self._mask_tokens()
 
     def _mask_tokens(self):
-        """What the [mask] tokens say in the first decoder layer: scores (N, H, T, 1) and values (N, H, T, d)."""
+        """What the [mask] tokens say in the first decoder layer: scores (N, H, 1, T) and values (N, H, T, d)."""
         # Attention over several keys is attention over one key whose score is their log-sum-exp and whose value is
         # their weighted mean. So all the [mask] tokens of a place act as one key.
         scores = self.q[0] @ self.k[0].transpose(1, 2) * self.q.shape[3] ** -0.5  # (H, T, T)
         score, value = [], []
         for same in self.same:  # for each place
             here = scores.masked_fill(~same, -math.inf)
-            score.append(here.logsumexp(2, keepdim=True))
+            score.append(here.logsumexp(2)[:, None])
             value.append(here.softmax(2) @ self.v[0])
         return torch.stack(score), torch.stack(value)
 
@@ -661,6 +667,10 @@ class ErrorMapCache:
         patch = F.pad(patch.unflatten(1, (self.mae.side, -1)), (1, 1, 1, 1))  # (B, P+2, P+2)
         around = patch.unfold(1, 3, 1).unfold(2, 3, 1)  # (B, P, P, 3, 3)
         return ((around * self.place_factor).sum((3, 4)) + self.place_key).flatten(1)
+
+    def __len__(self):
+        """Entries in the table."""
+        return int((self.keys != 0).sum())
 
     def lookup(self, keys):
         """(errors (M,), found (M,)) for keys (M,); an error that was not found is 0."""
@@ -714,9 +724,9 @@ class ErrorMapCache:
         # First layer. [mask] tokens look at the other [mask] tokens, as one key, and at the changed ones.
         block = mae.decoder_blocks[0]
         q, k, v = block.attn.project(block.norm1(changed))  # (M, H, 9, d) each
-        scores = (self.q * self.q.shape[3] ** -0.5) @ k.transpose(2, 3)  # (M, H, T, 9)
-        scores = scores.masked_fill(~present[:, None, None], -math.inf)
-        weights = torch.cat([self.mask_score[place], scores], 3).softmax(3)
+        scores = k @ (self.q * self.q.shape[3] ** -0.5).transpose(2, 3)  # (M, H, 9, T): softmax is slow over short rows
+        scores = scores.masked_fill(~present[:, None, :, None], -math.inf)
+        weights = torch.cat([self.mask_score[place], scores], 2).softmax(2).transpose(2, 3)  # (M, H, T, 10)
         looked = weights[..., :1] * self.mask_value[place] + weights[..., 1:] @ v  # (M, H, T, d)
         # The changed tokens look at all: the [mask] tokens' keys are the constant ones.
         M = len(wanted)
@@ -1051,27 +1061,38 @@ def project_distribution(probabilities, returns, discounts, support):
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
 
-def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator):
-    """One update of the online network; returns tensors (0-dimensional): loss, q (mean) and grad_norm."""
+def c51_loss(online, target, states, actions, returns, discounts, next_states, weights):
+    """The weighted loss (a scalar) of B transitions, with KL(target || prediction) (B,) and the mean Q (a scalar).
+
+    States are (frames, counts); actions, returns, discounts and weights are (B,).
+    """
+    batch = torch.arange(len(actions), device=actions.device)
+    with torch.no_grad():
+        best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
+        probabilities = target(*next_states)[batch, best].exp()  # the target network judges  (B, Z)
+        goal = project_distribution(probabilities, returns, discounts, online.support)
+    log_probs = online(*states)[batch, actions]  # (B, Z)
+    divergence = (torch.xlogy(goal, goal) - goal * log_probs).sum(1)
+    q = (log_probs.detach().exp() * online.support).sum(1).mean()
+    return (weights * divergence).mean(), divergence.detach(), q
+
+
+def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
+    """One update of the online network; returns tensors (0-dimensional): loss, q (mean) and grad_norm.
+
+    `loss_function` is c51_loss, or what torch.compile makes of it.
+    """
     slots, weights = replay.sample(batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     online.resample_noise(generator)
     target.resample_noise(generator)
-    batch = torch.arange(batch_size, device=slots.device)
-    with torch.no_grad():
-        next_states = replay.stacks(next_slots)
-        best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
-        probabilities = target(*next_states)[batch, best].exp()  # the target network judges  (B, Z)
-        goal = project_distribution(probabilities, returns, discounts, online.support)
-    log_probs = online(*replay.stacks(slots))  # (B, A, Z)
-    divergence = (torch.xlogy(goal, goal) - goal * log_probs[batch, actions]).sum(1)  # KL(target || prediction), (B,)
-    loss = (weights * divergence).mean()
+    loss, divergence, q = loss_function(online, target, replay.stacks(slots), actions, returns, discounts,
+                                        replay.stacks(next_slots), weights)
     optimizer.zero_grad()
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm)
     optimizer.step()
-    replay.set_priorities(slots, divergence.detach())
-    q = (log_probs.detach()[batch, actions].exp() * online.support).sum(1).mean()
+    replay.set_priorities(slots, divergence)
     return {"loss": loss.detach(), "q": q, "grad_norm": grad_norm}
 
 
@@ -1375,6 +1396,10 @@ if __name__ == "__main__":
     optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     replay = Replay(args.buffer_size, (max_patches, args.encoder_dim), torch.float16, device, args.frame_stack,
                     args.n_step, args.gamma, args.priority_exponent)
+    loss_function = c51_loss
+    if args.compile:  # all shapes are fixed: one compilation, and on a GPU one graph to launch
+        mode = "reduce-overhead" if device.type == "cuda" else "default"
+        loss_function = torch.compile(c51_loss, mode=mode, dynamic=False)
     action_rng = np.random.default_rng([args.seed, ACT])
     generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
@@ -1434,7 +1459,8 @@ if __name__ == "__main__":
             past = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
             beta = args.priority_weight + (1 - args.priority_weight) * past
             with clock("update"):
-                metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator)
+                metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator,
+                                loss_function)
             updates += 1
             if updates % args.target_update_frequency == 0:
                 target.load_state_dict(online.state_dict())
@@ -1449,7 +1475,10 @@ if __name__ == "__main__":
             now = time.perf_counter()
             writer.add_scalar("charts/steps_per_second", (step - logged_step) / (now - logged_at), step)
             writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)
-            writer.add_scalar("cache/misses_per_frame", (error_map.misses - logged_misses) / (step - logged_step), step)
+            misses = error_map.misses - logged_misses
+            writer.add_scalar("cache/misses_per_frame", misses / (step - logged_step), step)
+            writer.add_scalar("cache/hit_rate", 1 - misses / (step - logged_step) / mae.num_patches, step)
+            writer.add_scalar("cache/entries", len(error_map), step)
             logged_at, logged_step = now, step
             logged_misses = error_map.misses
             progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games)

@@ -117,7 +117,7 @@ def test_each_method_on_two_games(tmp_path, method):
 
 
 def test_de_rainbow_p_starts_from_random_steps_alone(tmp_path, monkeypatch):
-    """One update, on the first step after the random ones: all that the replay holds then is theirs, and the new one."""
+    """One update, on the first step after the random ones: the replay holds then those, and the step that learns."""
     end = run_here(tmp_path, monkeypatch, *PIXELS, "--method", "de-rainbow-p", "--env-id", "ALE/MsPacman-v5",
                    "--mae-frames", 700, "--total-timesteps", 121, "--buffer-size", 800, "--run-name", "p",
                    script="spirl_baselines.py")

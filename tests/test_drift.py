@@ -19,7 +19,7 @@ SHARED = {
     "PAPER_MAX_RATIO", "count_salient_patches", "mark_patches", "write_whole", "write_json", "mae_sizes", "plain_args",
     "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE", "check_agent_args",
     "encode_patches", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
-    "learn", "evaluate", "watch_game", "attended_patches", "draw_policy_attention", "save_video",
+    "c51_loss", "learn", "evaluate", "watch_game", "attended_patches", "draw_policy_attention", "save_video",
 }
 
 # Names that differ on purpose, and why.
@@ -34,7 +34,10 @@ ONLY_SPIRL = {
     # K and the cache exist only where patches are selected.
     'logged_misses = misses_before = error_map.misses',
     'writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
-    'writer.add_scalar("cache/misses_per_frame", (error_map.misses - logged_misses) / (step - logged_step), step)',
+    'misses = error_map.misses - logged_misses',
+    'writer.add_scalar("cache/misses_per_frame", misses / (step - logged_step), step)',
+    'writer.add_scalar("cache/hit_rate", 1 - misses / (step - logged_step) / mae.num_patches, step)',
+    'writer.add_scalar("cache/entries", len(error_map), step)',
     'logged_misses = error_map.misses',
     # agent.pt keeps how many patches its agent was trained on.
     'content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step,',

@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +74,11 @@ def test_tensorboard_has_the_curves(small_run):
     curves = scalars(small_run[1])
     assert curves.keys() >= {"charts/episodic_return", "charts/episodic_length", "losses/loss", "losses/grad_norm",
                              "charts/q", "charts/K", "charts/steps_per_second", "mae/loss", "mae/held_out_loss",
-                             "cache/misses_per_frame", "eval/mean", "eval/median"}
+                             "cache/misses_per_frame", "cache/hit_rate", "cache/entries", "eval/mean", "eval/median"}
+    for (_, misses), (_, rate) in zip(curves["cache/misses_per_frame"], curves["cache/hit_rate"], strict=True):
+        assert rate == pytest.approx(1 - misses / 36) and 0 < rate < 1  # 36 patches a frame
+    entries = [value for _, value in curves["cache/entries"]]
+    assert 0 < entries[0] < entries[-1] <= 2**22
     assert [step for step, _ in curves["mae/loss"]] == [1, 2]
     assert curves["charts/episodic_return"] == [tuple(pair) for pair in small_run[2]["training_scores"]]
 
@@ -180,6 +185,30 @@ def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(
     assert results["max_patches"] == spirl.ratio_to_patches(ratio, 144)
     assert sum(value.numel() for name, value in mae["model"].items() if "pos_embed" not in name) == 790_784
     assert [value for _, value in scalars(path)["charts/K"]] == [results["max_patches"]]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="compiling needs a C++ compiler")
+def test_compiled_runs_are_the_same_up_to_rounding(tmp_path, small_run, monkeypatch):
+    """Both scripts at once; the update is compiled once, without a break, and never again."""
+    monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_breaks")
+    flags = {"spirl_rainbow.py": [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt"],
+             "spirl_baselines.py": SMALL[SMALL.index("--max-episode-frames") :]}
+    with ThreadPoolExecutor(2) as pool:
+        for more in ([], ["--compile"]):
+            names = [f"{script.removesuffix('.py')}{len(more)}" for script in flags]
+            done = pool.map(lambda name, script: run(tmp_path, *flags[script], "--total-timesteps", "330", *more,  # noqa: B023
+                                                     "--run-name", name, script=script), names, flags)
+            for process in done:
+                assert process.returncode == 0, process.stderr[-3000:]
+                assert "recompil" not in process.stderr.lower() and "graph break" not in process.stderr.lower()
+    for script in ("spirl_rainbow", "spirl_baselines"):
+        plain, compiled = (scalars(tmp_path / "runs" / f"{script}{c}") for c in (0, 1))
+        for name in ("losses/loss", "losses/grad_norm", "charts/q"):
+            assert len(plain[name]) == 2
+            for (_, value), (_, other) in zip(plain[name], compiled[name], strict=True):
+                assert other == pytest.approx(value, rel=1e-3, abs=1e-5), (script, name)
+        weights = [torch.load(tmp_path / "runs" / f"{script}{c}" / "agent.pt", weights_only=True)["model"] for c in (0, 1)]
+        assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 1e-3
 
 
 def test_evaluating_does_not_change_training(tmp_path, small_run):

@@ -1,0 +1,292 @@
+"""How fast the scripts are, and whether the fast error map is the plain one: Markdown tables on the terminal.
+
+    python tests/benchmarks/benchmark.py                                # everything, some hours on a CPU
+    python tests/benchmarks/benchmark.py --only error-map --every 10    # the plain error map on every tenth frame
+    python tests/benchmarks/benchmark.py --only update step
+
+Times on a shared machine are noisy: compare figures of one run with each other, and with the matrix rate beside them.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import spirl_baselines as baselines  # noqa: E402
+import spirl_rainbow as spirl  # noqa: E402
+
+GAMES = ("Frostbite", "Seaquest", "MsPacman", "BattleZone")
+SECTIONS = ("error-map", "update", "step", "pretraining", "growth", "threads")
+
+
+@dataclass
+class Args:
+    only: tuple[Literal["error-map", "update", "step", "pretraining", "growth", "threads"], ...] = SECTIONS
+    """which measurements to make"""
+    games: tuple[str, ...] = GAMES
+    """games whose error maps are compared"""
+    frames: int = 3000
+    """consecutive frames of random play for the error maps; the first third of them is not counted in the ratio"""
+    every: int = 1
+    """the plain error map is computed on every such frame (the cached one on all)"""
+    steps: int = 3000
+    """steps of the training runs of `step` and `threads`, 1,600 of them random"""
+    threads: int = 1
+    """CPU threads of PyTorch"""
+    device: str = "auto"
+    """as in the scripts"""
+    mae_checkpoint: Path | None = None
+    """a mae.pt to compare error maps with, whatever its game (default: one trained here, for two minutes, on all four)"""
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def milliseconds(function, device, repeats=50, warmup=10):
+    """The median time of a call."""
+    for _ in range(warmup):
+        function()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 1000 * float(np.median(times))
+
+
+def matrix_rate(device):
+    """Float32 matrix products a second, in GFLOP/s: the machine's rate here and now."""
+    a = torch.randn(1024, 1024, device=device)
+    return 2 * 1024**3 / milliseconds(lambda: a @ a, device, 20) / 1e6
+
+
+def random_frames(game, count):
+    """`count` consecutive frames of random play in one environment, game after game, (count, 96, 96, 3) uint8."""
+    return spirl.collect_random_frames(spirl.Args(env_id=f"ALE/{game}-v5"), count, num_envs=1)
+
+
+def some_mae(args, device):
+    """A frozen MAE: the given one, or one trained for a few epochs on 512 frames of each game."""
+    with torch.device(device):
+        torch.manual_seed(1)
+        mae = spirl.MaskedAutoencoder()
+    if args.mae_checkpoint:
+        mae.load_state_dict(torch.load(args.mae_checkpoint, map_location=device, weights_only=True)["model"])
+    else:
+        frames = np.concatenate([random_frames(game, 4096)[::8] for game in GAMES])
+        settings = spirl.Args(mae_epochs=5, mae_learning_rate=4e-3)
+        spirl.pretrain_mae(settings, mae, frames, frames[:64], device, lambda *scalar: None)
+    return mae.eval().requires_grad_(False)
+
+
+def error_map(args, device):
+    """The plain error map against the cached one, from an empty table."""
+    mae = some_mae(args, device)
+    print("| game | plain, ms a frame | cached, ms a frame | ratio | new neighbourhoods a frame, by sixths of the frames "
+          "| largest difference | frames with another K | GFLOP/s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for game in args.games:
+        frames = torch.from_numpy(random_frames(game, args.frames)).to(device)
+        cache, misses, plain_seconds, cached_seconds, largest, other_k, near, compared = (
+            spirl.ErrorMapCache(mae), [], [], [], 0.0, 0, 0, 0)
+        rates = [matrix_rate(device)]
+        for i, frame in enumerate(frames):
+            before = cache.misses
+            start = time.perf_counter()
+            cached = cache(frame[None])
+            synchronize(device)
+            late = i >= args.frames // 3  # the ratio leaves the start out, where almost every neighbourhood is new
+            if late:
+                cached_seconds.append(time.perf_counter() - start)
+            misses.append(cache.misses - before)
+            if i % args.every:
+                continue
+            start = time.perf_counter()
+            plain = spirl.reconstruction_error_map(mae, frame[None])
+            synchronize(device)
+            if late:
+                plain_seconds.append(time.perf_counter() - start)
+            compared += 1
+            largest = max(largest, (plain - cached).abs().max().item())
+            counts = [int(spirl.select_salient_patches(errors, 144)[1]) for errors in (plain, cached)]
+            if counts[0] != counts[1]:  # two slopes that are as good as equally close
+                other_k += 1
+                v = plain.double().sort(1).values[0] / plain.double().sum()
+                gaps = ((v[:-1] + v[1:]) * 72 - 0.5).abs()
+                near += abs(gaps[144 - counts[0]] - gaps[144 - counts[1]]) < 1e-4
+        rates.append(matrix_rate(device))
+        plain, cached = 1000 * np.mean(plain_seconds), 1000 * np.mean(cached_seconds)
+        sixths = ", ".join(f"{part.mean():.1f}" for part in np.array_split(np.array(misses), 6))
+        print(f"| {game} | {plain:.0f} | {cached:.1f} | {plain / cached:.1f} | {sixths} | {largest:.1e} | {other_k} of "
+              f"{compared}, {int(near)} near-ties | {min(rates):.0f} to {max(rates):.0f} |", flush=True)
+
+
+def learner(device, patches=None, capacity=20_000):
+    """What an update needs, with a replay full of random content: SPIRL's of so many patches, or DE-Rainbow's."""
+    with torch.device(device):
+        trunk = lambda: spirl.SalientPatchTransformer() if patches else baselines.DataEfficientCNN()  # noqa: E731
+        online, target = (spirl.RainbowNetwork(trunk(), 128 if patches else 576, 18) for _ in range(2))
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
+    shape, dtype = ((patches, 64), torch.float16) if patches else ((84, 84), torch.uint8)
+    replay = spirl.Replay(capacity, shape, dtype, device)
+    replay.frames.random_(0, 2)
+    replay.counts.fill_(patches or 1)
+    replay.actions.random_(0, 18)
+    replay.rewards.bernoulli_(0.05)
+    replay.priorities.uniform_(0.01, 1)
+    replay.starts.bernoulli_(0.005)
+    return online, target.requires_grad_(False), optimizer, replay, torch.Generator(device).manual_seed(1)
+
+
+def update(args, device):
+    """The update alone, by number of patches."""
+    print("| update of | plain, ms | --compile, ms | GFLOP/s |\n|---|---|---|---|")
+    mode = "reduce-overhead" if device.type == "cuda" else "default"
+    for patches in (28, 43, 50, 144, None):
+        times = []
+        for loss_function in (spirl.c51_loss, torch.compile(spirl.c51_loss, mode=mode, dynamic=False)):
+            online, target, optimizer, replay, generator = learner(device, patches)
+            times.append(milliseconds(lambda: spirl.learn(online, target, optimizer, replay, 32, 0.5, 10.0, generator,  # noqa: B023
+                                                          loss_function), device, 100))  # noqa: B023
+        name = f"{patches} patches" if patches else "DE-Rainbow"
+        print(f"| {name} | {times[0]:.1f} | {times[1]:.1f} | {matrix_rate(device):.0f} |", flush=True)
+
+
+def start_run(folder, args, script, *flags, threads=None):
+    name = f"run{len(list(folder.glob('*.log')))}"
+    command = [sys.executable, ROOT / script, "--run-name", name, "--eval-episodes", "1", "--max-episode-frames", "4000",
+               "--total-timesteps", args.steps, "--device", args.device, "--threads", threads or args.threads, *flags]
+    log = (folder / f"{name}.log").open("w")
+    process = subprocess.Popen([str(part) for part in command], cwd=folder, stdout=log, stderr=log)
+    return process, folder / "runs" / name / "results.json"
+
+
+def finish_run(run):
+    process, path = run
+    if process.wait():
+        raise SystemExit(f"a run failed: see {path.parent}")
+    return json.loads(path.read_text())
+
+
+def saved_mae(args, folder, device):
+    if args.mae_checkpoint:
+        return args.mae_checkpoint
+    settings = spirl.Args()
+    spirl.save_mae(folder / "mae.pt", some_mae(args, device), settings, None)
+    return folder / "mae.pt"
+
+
+def step(args, device):
+    """One training step by phase, of whole runs of the scripts on Frostbite."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        mae = saved_mae(args, folder, device)
+        plain_map = spirl.reconstruction_error_map
+        frozen, frame = some_mae(args, device), torch.from_numpy(random_frames("Frostbite", 200))[-1:].to(device)
+        plain = milliseconds(lambda: plain_map(frozen, frame), device, 5, 1)
+        print(f"The plain error map alone: {plain:.0f} ms a frame.\n")
+        print("| one step of | ms in all | act | environment | error map | encode | store | update | peak memory, GB |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for name, script, flags in (
+            ("SPIRL", "spirl_rainbow.py", ["--mae-checkpoint", mae]),
+            ("MAE-All", "spirl_baselines.py", ["--method", "mae-all", "--mae-checkpoint", mae]),
+            ("DE-Rainbow", "spirl_baselines.py", []),
+        ):
+            results = finish_run(start_run(folder, args, script, *flags))
+            seconds = results["seconds"]
+            times = {"act": results["updates"], "update": results["updates"]}  # these do not come with a random step
+            phases = {phase: 1000 * seconds.get(phase, 0) / times.get(phase, results["steps"])
+                      for phase in ("act", "environment", "error map", "encode", "store", "update")}
+            memory = results["peak_memory_gb"]
+            print(f"| {name} | {sum(phases.values()):.1f} | " + " | ".join(f"{ms:.1f}" for ms in phases.values())
+                  + f" | {memory['device'] or memory['host']:.2f} |", flush=True)
+
+
+def pretraining(args, device):
+    """Images a second of pre-training, and its share of the machine's matrix-product rate."""
+    with torch.device(device):
+        mae = spirl.MaskedAutoencoder()
+    optimizer = torch.optim.AdamW(mae.parameters(), lr=1e-4, fused=True)
+    frames = torch.from_numpy(random_frames("Frostbite", 64)).to(device)
+
+    def forward():
+        return mae(frames)[0]
+
+    def train():
+        loss = forward()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # which counts no fused attention
+        train()
+    work, rate = counter.get_total_flops() / 1e9, matrix_rate(device)
+    whole, half = milliseconds(train, device, 10, 2), milliseconds(forward, device, 10, 2)
+    print("| a batch of 64 | ms | images a second | GFLOP | GFLOP/s | the machine's matrix rate | share |")
+    print("|---|---|---|---|---|---|---|")
+    print(f"| forward alone | {half:.0f} | {64000 / half:.0f} | | | | |")
+    print(f"| forward, backward, AdamW | {whole:.0f} | {64000 / whole:.0f} | {work:.1f} | {1000 * work / whole:.0f} | "
+          f"{rate:.0f} | {100000 * work / whole / rate:.0f} % |", flush=True)
+
+
+def growth(args, device):
+    """How the cost grows with the replay's size and with the number of environments."""
+    print("| frames in the replay | sample 32, ms | replay of 50 patches, GB | of DE-Rainbow, GB |\n|---|---|---|---|")
+    for capacity in (25_000, 100_000, 400_000):
+        replay = spirl.Replay(capacity, (1, 1), torch.float16, device)
+        replay.priorities.uniform_(0.01, 1)
+        generator = torch.Generator(device).manual_seed(1)
+        sample = milliseconds(lambda: replay.sample(32, 0.5, generator), device)  # noqa: B023
+        print(f"| {capacity:,} | {sample:.2f} | {capacity * 50 * 64 * 2 / 1e9:.2f} | {capacity * 84 * 84 / 1e9:.2f} |")
+    print("\n| environments | frames a second, random play |\n|---|---|")
+    for num_envs in (1, 8, 50):
+        envs = spirl.make_envs(spirl.Args(), num_envs)
+        envs.reset(seed=spirl.game_seeds(1, spirl.COLLECT, num=num_envs))
+        rng = np.random.default_rng(1)
+        ms = milliseconds(lambda: envs.step(rng.integers(18, size=num_envs)), torch.device("cpu"), 300)  # noqa: B023
+        print(f"| {num_envs} | {1000 * num_envs / ms:.0f} |", flush=True)
+
+
+def threads(args, device):
+    """Two runs of one thread each at once, against one run of two threads."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        flags = ["--mae-checkpoint", saved_mae(args, folder, device)]
+
+        def rate(results):
+            return results["steps"] / sum(s for phase, s in results["seconds"].items() if phase != "evaluate")
+
+        alone = rate(finish_run(start_run(folder, args, "spirl_rainbow.py", *flags, threads=2)))
+        pair = [start_run(folder, args, "spirl_rainbow.py", *flags, "--seed", seed, threads=1) for seed in (1, 2)]
+        both = [rate(finish_run(run)) for run in pair]
+    print("| SPIRL on Frostbite | steps a second |\n|---|---|")
+    print(f"| one run, two threads | {alone:.1f} |")
+    print(f"| two runs at once, one thread each | {both[0]:.1f} + {both[1]:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    device = spirl.pick_device(args.device)
+    torch.set_num_threads(args.threads)
+    print(f"torch {torch.__version__}, device {device}, {args.threads} threads, float32 matrix products at "
+          f"{matrix_rate(device):.0f} GFLOP/s")
+    for section in args.only:
+        print(f"\n## {section}\n", flush=True)
+        globals()[section.replace("-", "_")](args, device)
