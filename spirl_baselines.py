@@ -11,7 +11,7 @@ after as many random steps as SPIRL's pre-training takes. MAE-All sees the embed
     python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
 
 Contents, in reading order:
-    1. Arguments      Args, check_common_args, check_agent_args, check_args, pick_device
+    1. Arguments      Args, check_common_args, check_agent_args, check_args, pick_device, check_compiler
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae, encode_patches
     4. Replay         Replay
@@ -34,7 +34,6 @@ import math
 import os
 import platform
 import resource
-import shutil
 import sys
 import time
 from collections import defaultdict, deque
@@ -84,7 +83,7 @@ class Args:
     """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
     compile: bool = False
     """torch.compile the update, with CUDA graphs on a GPU: the same results up to rounding after a minute of compiling;
-    on a CPU it needs a C++ compiler"""
+    it needs a C++ compiler (on a CPU) or Triton (on a GPU)"""
     capture_video: bool = False
     """save a game of the final policy, what it looks at marked, as videos/*.gif"""
 
@@ -220,9 +219,6 @@ def check_common_args(args):
     num_patches = (args.image_size // args.patch_size) ** 2
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
-    too_few = args.mae_frames is not None and args.mae_frames < args.mae_batch_size
-    if too_few and args.mae_checkpoint is None:
-        fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
     if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
     if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
@@ -233,8 +229,6 @@ def check_agent_args(args):
     """Stop with one clear line if an argument of the agent or its training cannot work."""
     if args.agent_dim % args.agent_heads:
         fail(f"--agent-dim {args.agent_dim} is not a multiple of --agent-heads {args.agent_heads}")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++"))):
-        fail("--compile needs a C++ compiler, g++ say, and finds none; install one, or leave the flag out")
     if args.v_min >= args.v_max:
         fail(f"--v-min {args.v_min} is not below --v-max {args.v_max}")
     if args.num_atoms < 2:
@@ -259,6 +253,10 @@ def check_args(args):
             read = field.name == "mae_frames" and args.method == "de-rainbow-p"
             if of_mae and not read and getattr(args, field.name) != field.default:
                 fail(f"--{field.name.replace('_', '-')} is not for --method {args.method}; leave it out")
+        if args.mae_frames is not None and args.mae_frames <= args.n_step:
+            fail(f"--mae-frames {args.mae_frames} is too few random steps; give more than --n-step {args.n_step}")
+    elif args.mae_frames is not None and args.mae_frames < args.mae_batch_size and args.mae_checkpoint is None:
+        fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
 
 
 def pick_device(name):
@@ -271,6 +269,15 @@ def pick_device(name):
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         fail(f"--device {name} is absent: PyTorch sees {torch.cuda.device_count()} CUDA devices; give auto or cpu")
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
+
+
+def check_compiler(device):
+    """Stop with one clear line if `--compile` cannot work here: now, and not after hours of pre-training."""
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=device))
+    except Exception as error:  # no compiler, no Python headers, no Triton: each fails in its own way
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fail(f"--compile: PyTorch cannot compile here ({reason}); install a C++ compiler, or leave the flag out")
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
@@ -729,8 +736,8 @@ class SalientPatchTransformer(nn.Module):
     Table 13: a linear projection, then one pre-LN Transformer layer without residual connections. Its input is the
     trainable [cls], shared by the frames, and the patches; o_t is the output's [cls] row (`pooling="cls"`) or the
     mean of its patch rows (`"mean"`, Table 15; zeros where `"mask"` leaves none). Rows of a frame past its count are
-    padding (Table 14), whatever they hold: read as zeros (`"zero"`), as a trainable [pad] (`"token"`), or masked out
-    (`"mask"`). The order of the patches does not matter.
+    padding (Table 14), whatever numbers they hold: read as zeros (`"zero"`), as a trainable [pad] (`"token"`), or
+    masked out (`"mask"`). The order of the patches does not matter.
     """
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
@@ -751,7 +758,7 @@ class SalientPatchTransformer(nn.Module):
     def attend(self, embeddings, counts):
         """Attention weights (B*F, H, T', 1+L) over x (B*F, 1+L, dim); T' is 1, [cls], or the L patches."""
         present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, F, L)
-        x = embeddings.float() * present[..., None]
+        x = embeddings.to(self.project.weight.dtype) * present[..., None]
         if self.padding == "token":
             x = x + self.pad * ~present[..., None]
         x = self.project(x).flatten(0, 1)  # (B*F, L, dim)
@@ -845,15 +852,15 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, w
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
     """One update of the online network; returns tensors (0-dimensional): loss, q (mean) and grad_norm.
 
-    `loss_function` is c51_loss, or what torch.compile makes of it.
+    `loss_function` is c51_loss, or what torch.compile makes of it; in CUDA graphs the next call overwrites its results.
     """
+    optimizer.zero_grad()
     slots, weights = replay.sample(batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     online.resample_noise(generator)
     target.resample_noise(generator)
     loss, divergence, q = loss_function(online, target, replay.stacks(slots), actions, returns, discounts,
                                         replay.stacks(next_slots), weights)
-    optimizer.zero_grad()
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm)
     optimizer.step()
@@ -913,19 +920,21 @@ def watch_game(network, look, env, seed, frame_stack, device, max_steps=1000):
     """
     was_training = network.training
     network.eval()
-    observation, _ = env.reset(seed=seed)
-    stack, over, step = None, False, 0
-    while not over and step < max_steps:  # a policy may have learned to stand still
-        seen, count, *more = look(torch.from_numpy(observation[:, 0]).to(device))
-        if stack is None:
-            stack = [(torch.zeros_like(seen), torch.zeros_like(count))] * frame_stack
-        stack = stack[1:] + [(seen, count)]
-        state = [torch.stack(part, 1) for part in zip(*stack, strict=True)]
-        yield observation[0, 0].copy(), state, *more
-        action = network.q_values(*state).argmax(1).cpu().numpy()
-        observation, _, terminated, truncated, info = env.step(action)
-        over, step = (terminated[0] and info["lives"][0] == 0) or truncated[0], step + 1
-    network.train(was_training)
+    try:
+        observation, _ = env.reset(seed=seed)
+        stack, over, step = None, False, 0
+        while not over and step < max_steps:  # a policy may have learned to stand still
+            seen, count, *more = look(torch.from_numpy(observation[:, 0]).to(device))
+            if stack is None:
+                stack = [(torch.zeros_like(seen), torch.zeros_like(count))] * frame_stack
+            stack = stack[1:] + [(seen, count)]
+            state = [torch.stack(part, 1) for part in zip(*stack, strict=True)]
+            yield observation[0, 0].copy(), state, *more
+            action = network.q_values(*state).argmax(1).cpu().numpy()
+            observation, _, terminated, truncated, info = env.step(action)
+            over, step = (terminated[0] and info["lives"][0] == 0) or truncated[0], step + 1
+    finally:  # also where the game is not watched to its end
+        network.train(was_training)
 
 
 @torch.no_grad()
@@ -1027,7 +1036,7 @@ def save_mae(path, mae, args, salient_counts):
     """Write mae.pt: model, sizes, env_id, args, and salient_counts.
 
     That is a dict of K of each pre-training frame (`counts`) and the slope they were counted at (`lorenz_slope`), or
-    None where the frames are not known.
+    None where nobody counted: without them a game that is not one of the paper's four needs --max-ratio.
     """
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
                "salient_counts": salient_counts}
@@ -1082,14 +1091,16 @@ def look_at_all_patches(mae, frames):
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    check_args(args)
     if args.method == "de-rainbow-p":  # Table 12
         random_steps = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
         args.total_timesteps += random_steps - args.learning_starts  # as many steps of learning as without
         args.learning_starts = random_steps
-    check_args(args)
     device = pick_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.compile:
+        check_compiler(device)
     seconds = defaultdict(float)  # wall seconds by phase
 
     @contextlib.contextmanager

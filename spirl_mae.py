@@ -163,9 +163,6 @@ def check_common_args(args):
     num_patches = (args.image_size // args.patch_size) ** 2
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
-    too_few = args.mae_frames is not None and args.mae_frames < args.mae_batch_size
-    if too_few and args.mae_checkpoint is None:
-        fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
     if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
     if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
@@ -175,6 +172,8 @@ def check_common_args(args):
 def check_args(args):
     """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
     check_common_args(args)
+    if args.mae_frames is not None and args.mae_frames < args.mae_batch_size and args.mae_checkpoint is None:
+        fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
         fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
@@ -555,7 +554,8 @@ class ErrorMapCache:
         self.x = mae.mask_token + mae.decoder_pos_embed  # (1, T, D), T = 1 + N
         block = mae.decoder_blocks[0]
         self.q, self.k, self.v = block.attn.project(block.norm1(self.x))  # (1, H, T, d) each
-        self.mask_score, self.mask_value = (behind.mask_score, behind.mask_value) if behind else self._mask_tokens()
+        self.mask_score, self.mask_value = self._mask_tokens() if behind is None else (
+            behind.mask_score, behind.mask_value)
 
     def _mask_tokens(self):
         """What the [mask] tokens say in the first decoder layer: scores (N, H, 1, T) and values (N, H, T, d)."""
@@ -925,7 +925,7 @@ def save_mae(path, mae, args, salient_counts):
     """Write mae.pt: model, sizes, env_id, args, and salient_counts.
 
     That is a dict of K of each pre-training frame (`counts`) and the slope they were counted at (`lorenz_slope`), or
-    None where the frames are not known.
+    None where nobody counted: without them a game that is not one of the paper's four needs --max-ratio.
     """
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
                "salient_counts": salient_counts}

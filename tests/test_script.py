@@ -190,16 +190,19 @@ def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(
 @pytest.mark.skipif(not shutil.which("g++"), reason="compiling needs a C++ compiler")
 def test_compiled_runs_are_the_same_up_to_rounding(tmp_path, small_run, monkeypatch):
     """Both scripts at once; the update is compiled once, without a break, and never again."""
-    monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_breaks")
+    monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_breaks,graph_code")
     flags = {"spirl_rainbow.py": [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt"],
              "spirl_baselines.py": SMALL[SMALL.index("--max-episode-frames") :]}
     with ThreadPoolExecutor(2) as pool:
         for more in ([], ["--compile"]):
-            names = [f"{script.removesuffix('.py')}{len(more)}" for script in flags]
-            done = pool.map(lambda name, script: run(tmp_path, *flags[script], "--total-timesteps", "330", *more,  # noqa: B023
-                                                     "--run-name", name, script=script), names, flags)
+            more = ["--total-timesteps", "330", *more]
+            names = [f"{script.removesuffix('.py')}{len(more) - 2}" for script in flags]
+            done = pool.map(lambda name, script, more: run(tmp_path, *flags[script], *more, "--run-name", name,
+                                                           script=script), names, flags, [more, more])
             for process in done:
                 assert process.returncode == 0, process.stderr[-3000:]
+                graphs = re.findall(r"TRACED GRAPH\n.*?def forward\(self, ([^)]*)\)", process.stderr, re.DOTALL)
+                assert sum("online" in graph or "target" in graph for graph in graphs) == len(more) - 2, graphs
                 assert "recompil" not in process.stderr.lower() and "graph break" not in process.stderr.lower()
     for script in ("spirl_rainbow", "spirl_baselines"):
         plain, compiled = (scalars(tmp_path / "runs" / f"{script}{c}") for c in (0, 1))
@@ -207,7 +210,8 @@ def test_compiled_runs_are_the_same_up_to_rounding(tmp_path, small_run, monkeypa
             assert len(plain[name]) == 2
             for (_, value), (_, other) in zip(plain[name], compiled[name], strict=True):
                 assert other == pytest.approx(value, rel=1e-3, abs=1e-5), (script, name)
-        weights = [torch.load(tmp_path / "runs" / f"{script}{c}" / "agent.pt", weights_only=True)["model"] for c in (0, 1)]
+        weights = [torch.load(tmp_path / "runs" / f"{script}{compiled}" / "agent.pt", weights_only=True)["model"]
+                   for compiled in (0, 1)]
         assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 1e-3
 
 

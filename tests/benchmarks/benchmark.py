@@ -7,6 +7,7 @@
 Times on a shared machine are noisy: compare figures of one run with each other, and with the matrix rate beside them.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -42,14 +43,14 @@ class Args:
     """consecutive frames of random play for the error maps; the first third of them is not counted in the ratio"""
     every: int = 1
     """the plain error map is computed on every such frame (the cached one on all)"""
-    steps: int = 3000
-    """steps of the training runs of `step` and `threads`, 1,600 of them random"""
+    steps: int = 2000
+    """steps of the training runs of `step` and `threads`, the first 100 of them random"""
     threads: int = 1
     """CPU threads of PyTorch"""
     device: str = "auto"
     """as in the scripts"""
     mae_checkpoint: Path | None = None
-    """a mae.pt to compare error maps with, whatever its game (default: one trained here, for two minutes, on all four)"""
+    """a mae.pt of Frostbite for all measurements (default: one trained here, for two minutes, on all four games)"""
 
 
 def synchronize(device):
@@ -72,9 +73,10 @@ def milliseconds(function, device, repeats=50, warmup=10):
 
 
 def matrix_rate(device):
-    """Float32 matrix products a second, in GFLOP/s: the machine's rate here and now."""
-    a = torch.randn(1024, 1024, device=device)
-    return 2 * 1024**3 / milliseconds(lambda: a @ a, device, 20) / 1e6
+    """The machine's rate of float32 matrix products here and now, in GFLOP/s."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device)
+    return 2 * n**3 / milliseconds(lambda: a @ a, device, 20) / 1e6
 
 
 def random_frames(game, count):
@@ -82,13 +84,14 @@ def random_frames(game, count):
     return spirl.collect_random_frames(spirl.Args(env_id=f"ALE/{game}-v5"), count, num_envs=1)
 
 
-def some_mae(args, device):
-    """A frozen MAE: the given one, or one trained for a few epochs on 512 frames of each game."""
+@functools.cache
+def some_mae(checkpoint, device):
+    """A frozen MAE: that of the checkpoint, or one trained for a few epochs on 512 frames of each game."""
     with torch.device(device):
         torch.manual_seed(1)
         mae = spirl.MaskedAutoencoder()
-    if args.mae_checkpoint:
-        mae.load_state_dict(torch.load(args.mae_checkpoint, map_location=device, weights_only=True)["model"])
+    if checkpoint:
+        mae.load_state_dict(torch.load(checkpoint, map_location=device, weights_only=True)["model"])
     else:
         frames = np.concatenate([random_frames(game, 4096)[::8] for game in GAMES])
         settings = spirl.Args(mae_epochs=5, mae_learning_rate=4e-3)
@@ -98,9 +101,9 @@ def some_mae(args, device):
 
 def error_map(args, device):
     """The plain error map against the cached one, from an empty table."""
-    mae = some_mae(args, device)
-    print("| game | plain, ms a frame | cached, ms a frame | ratio | new neighbourhoods a frame, by sixths of the frames "
-          "| largest difference | frames with another K | GFLOP/s |")
+    mae = some_mae(args.mae_checkpoint, device)
+    print("| game | plain, ms a frame | cached, ms a frame | ratio | new neighbourhoods a frame, by sixths of all | "
+          "largest difference | frames with another K | machine's matrix rate, GFLOP/s |")
     print("|---|---|---|---|---|---|---|---|")
     for game in args.games:
         frames = torch.from_numpy(random_frames(game, args.frames)).to(device)
@@ -129,8 +132,8 @@ def error_map(args, device):
             if counts[0] != counts[1]:  # two slopes that are as good as equally close
                 other_k += 1
                 v = plain.double().sort(1).values[0] / plain.double().sum()
-                gaps = ((v[:-1] + v[1:]) * 72 - 0.5).abs()
-                near += abs(gaps[144 - counts[0]] - gaps[144 - counts[1]]) < 1e-4
+                distances = ((v[:-1] + v[1:]) * 72 - 0.5).abs()  # of each i's two-step slope from 1/2; K = 144 - i
+                near += abs(distances[144 - counts[0]] - distances[144 - counts[1]]) < 1e-5
         rates.append(matrix_rate(device))
         plain, cached = 1000 * np.mean(plain_seconds), 1000 * np.mean(cached_seconds)
         sixths = ", ".join(f"{part.mean():.1f}" for part in np.array_split(np.array(misses), 6))
@@ -157,39 +160,39 @@ def learner(device, patches=None, capacity=20_000):
 
 def update(args, device):
     """The update alone, by number of patches."""
-    print("| update of | plain, ms | --compile, ms | GFLOP/s |\n|---|---|---|---|")
+    print("| update of | plain, ms | --compile, ms | machine's matrix rate, GFLOP/s |\n|---|---|---|---|")
     mode = "reduce-overhead" if device.type == "cuda" else "default"
     for patches in (28, 43, 50, 144, None):
+        torch._dynamo.reset()  # one shape at a time, as in a run
         times = []
         for loss_function in (spirl.c51_loss, torch.compile(spirl.c51_loss, mode=mode, dynamic=False)):
             online, target, optimizer, replay, generator = learner(device, patches)
-            times.append(milliseconds(lambda: spirl.learn(online, target, optimizer, replay, 32, 0.5, 10.0, generator,  # noqa: B023
-                                                          loss_function), device, 100))  # noqa: B023
+            learn = functools.partial(spirl.learn, online, target, optimizer, replay, 32, 0.5, 10.0, generator,
+                                      loss_function)
+            times.append(milliseconds(learn, device, 100))
         name = f"{patches} patches" if patches else "DE-Rainbow"
         print(f"| {name} | {times[0]:.1f} | {times[1]:.1f} | {matrix_rate(device):.0f} |", flush=True)
 
 
 def start_run(folder, args, script, *flags, threads=None):
     name = f"run{len(list(folder.glob('*.log')))}"
-    command = [sys.executable, ROOT / script, "--run-name", name, "--eval-episodes", "1", "--max-episode-frames", "4000",
-               "--total-timesteps", args.steps, "--device", args.device, "--threads", threads or args.threads, *flags]
+    command = [sys.executable, ROOT / script, "--run-name", name, "--eval-episodes", "1", "--max-episode-frames",
+               "4000", "--total-timesteps", args.steps, "--learning-starts", "100", "--device", args.device,
+               "--threads", threads or args.threads, *flags]
     log = (folder / f"{name}.log").open("w")
     process = subprocess.Popen([str(part) for part in command], cwd=folder, stdout=log, stderr=log)
-    return process, folder / "runs" / name / "results.json"
+    return process, folder / "runs" / name / "results.json", folder / f"{name}.log"
 
 
 def finish_run(run):
-    process, path = run
+    process, path, log = run
     if process.wait():
-        raise SystemExit(f"a run failed: see {path.parent}")
+        raise SystemExit(f"a run failed:\n{log.read_text()[-2000:]}")
     return json.loads(path.read_text())
 
 
 def saved_mae(args, folder, device):
-    if args.mae_checkpoint:
-        return args.mae_checkpoint
-    settings = spirl.Args()
-    spirl.save_mae(folder / "mae.pt", some_mae(args, device), settings, None)
+    spirl.save_mae(folder / "mae.pt", some_mae(args.mae_checkpoint, device), spirl.Args(), None)
     return folder / "mae.pt"
 
 
@@ -198,10 +201,11 @@ def step(args, device):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         mae = saved_mae(args, folder, device)
-        plain_map = spirl.reconstruction_error_map
-        frozen, frame = some_mae(args, device), torch.from_numpy(random_frames("Frostbite", 200))[-1:].to(device)
-        plain = milliseconds(lambda: plain_map(frozen, frame), device, 5, 1)
-        print(f"The plain error map alone: {plain:.0f} ms a frame.\n")
+        frozen = some_mae(args.mae_checkpoint, device)
+        frame = torch.from_numpy(random_frames("Frostbite", 200))[-1:].to(device)
+        plain = milliseconds(lambda: spirl.reconstruction_error_map(frozen, frame), device, 5, 1)
+        print(f"The plain error map alone: {plain:.0f} ms a frame. The table of the cached one is empty at first. On a "
+              "GPU queued work counts to the phase that waits for it, and memory is the GPU's.\n")
         print("| one step of | ms in all | act | environment | error map | encode | store | update | peak memory, GB |")
         print("|---|---|---|---|---|---|---|---|---|")
         for name, script, flags in (
@@ -220,14 +224,18 @@ def step(args, device):
 
 
 def pretraining(args, device):
-    """Images a second of pre-training, and its share of the machine's matrix-product rate."""
+    """Pre-training, stage by stage, and its share of the machine's matrix-product rate."""
     with torch.device(device):
         mae = spirl.MaskedAutoencoder()
     optimizer = torch.optim.AdamW(mae.parameters(), lr=1e-4, fused=True)
-    frames = torch.from_numpy(random_frames("Frostbite", 64)).to(device)
+    played = random_frames("Frostbite", 1280)
+    frames = torch.from_numpy(played[:64]).to(device)
+    masks = torch.Generator(device).manual_seed(1)
+    patches = mae.patchify(frames).float() / 255
+    kept = torch.rand(64, 144, device=device).argsort(1)[:, :36]
 
     def forward():
-        return mae(frames)[0]
+        return mae(frames, 0.75, masks)[0]
 
     def train():
         loss = forward()
@@ -238,12 +246,27 @@ def pretraining(args, device):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # which counts no fused attention
         train()
     work, rate = counter.get_total_flops() / 1e9, matrix_rate(device)
-    whole, half = milliseconds(train, device, 10, 2), milliseconds(forward, device, 10, 2)
-    print("| a batch of 64 | ms | images a second | GFLOP | GFLOP/s | the machine's matrix rate | share |")
-    print("|---|---|---|---|---|---|---|")
-    print(f"| forward alone | {half:.0f} | {64000 / half:.0f} | | | | |")
-    print(f"| forward, backward, AdamW | {whole:.0f} | {64000 / whole:.0f} | {work:.1f} | {1000 * work / whole:.0f} | "
-          f"{rate:.0f} | {100000 * work / whole / rate:.0f} % |", flush=True)
+    seen = spirl.gather_tokens(patches, kept)
+    latent = mae.encode(seen, kept).detach()
+    stages = {
+        "patches of the frames": lambda: mae.patchify(frames).float() / 255,
+        "encoder, forward": lambda: mae.encode(seen, kept),
+        "decoder, forward": lambda: mae.decode(latent, kept),
+        "all, forward": forward,
+        "AdamW": optimizer.step,
+        "all, forward and backward and AdamW": train,
+    }
+    print("| of a batch of 64 | ms |\n|---|---|")
+    times = {name: milliseconds(stage, device, 10, 2) for name, stage in stages.items()}
+    for name, ms in times.items():
+        print(f"| {name} | {ms:.1f} |")
+    settings = spirl.Args(mae_epochs=1)
+    start = time.perf_counter()
+    spirl.pretrain_mae(settings, mae, played, played[:64], device, lambda *scalar: None)
+    epoch, whole = time.perf_counter() - start, times["all, forward and backward and AdamW"]
+    print(f"\n{work:.1f} GFLOP a batch, {1000 * work / whole:.0f} GFLOP/s: {100000 * work / whole / rate:.0f} % of the "
+          f"machine's {rate:.0f}. `pretrain_mae` itself: {1280 / epoch:.0f} images a second over an epoch of 1,280 with "
+          f"its held-out loss; the batch alone would make {64000 / whole:.0f}.", flush=True)
 
 
 def growth(args, device):
