@@ -1,5 +1,7 @@
 """What is salient: the error map, its cache, dynamic-K, mr* and the embeddings, against loops and on real frames."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -61,8 +63,10 @@ def test_error_map_against_loops_on_a_real_frame(trained_mae, random_play):
 @pytest.fixture(scope="session")
 def plain_maps(trained_mae, random_play):
     """50 frames of each game, spread over the random play, and their plain error maps."""
-    frames = {game: torch.from_numpy(random_play[game][7::12][:50].copy()) for game in GAMES}
-    return {game: (frames[game], spirl.reconstruction_error_map(trained_mae, frames[game])) for game in GAMES}
+    frames = [torch.from_numpy(random_play[game][7::12][:50].copy()) for game in GAMES]
+    with ThreadPoolExecutor(2) as pool:  # one PyTorch thread each
+        maps = pool.map(lambda some: spirl.reconstruction_error_map(trained_mae, some), frames)
+    return dict(zip(GAMES, zip(frames, maps)))
 
 
 @pytest.mark.parametrize("game", GAMES)
