@@ -31,8 +31,10 @@ import json
 import math
 import os
 import platform
+import signal
 import sys
 import time
+import zipfile
 from collections import defaultdict
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -72,6 +74,11 @@ class Args:
     """CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine"""
     run_name: str = ""
     """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
+    checkpoint_frequency: int = 10_000
+    """training steps between two checkpoints (ours); pre-training has one every epoch; 0: only where a signal stops the
+    run, and before an evaluation"""
+    resume: Path | None = None
+    """folder of an unfinished run to go on with; the run's own arguments hold, so no other flag may stand beside it"""
 
     # The masked auto-encoder and its pre-training
     mae_checkpoint: Path | None = None
@@ -134,8 +141,9 @@ def check_common_args(args):
             continue
         if not math.isfinite(value):
             fail(f"{flag} is {value}; give a finite number")
-        may_be_zero = name in ("seed", "threads", "learning_starts", "eval_frequency", "eval_epsilon", "gamma",
-                               "mae_weight_decay", "noisy_std", "priority_exponent", "priority_weight")
+        may_be_zero = name in ("seed", "threads", "checkpoint_frequency", "learning_starts", "eval_frequency",
+                               "eval_epsilon", "gamma", "mae_weight_decay", "noisy_std", "priority_exponent",
+                               "priority_weight")
         if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
             fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
         if isinstance(value, int) and value >= 2**31:
@@ -163,6 +171,8 @@ def check_common_args(args):
     num_patches = (args.image_size // args.patch_size) ** 2
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
+    if args.resume is not None:
+        return  # the run has its folder and its mae.pt
     if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
     if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
@@ -177,6 +187,25 @@ def check_args(args):
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
         fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
+
+
+def resumed_args(args):
+    """The arguments of the run that --resume names, or, without that flag, `args` themselves."""
+    if args.resume is None:
+        return args
+    others = [word for word in sys.argv[1:] if word not in ("--resume", str(args.resume), f"--resume={args.resume}")]
+    path = args.resume / "args.json"
+    if others:
+        fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
+    if not path.is_file():
+        fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
+    if (args.resume / "results.json").exists():
+        fail(f"--resume {args.resume} is a finished run: its results.json is there; start a new one")
+    stored = json.loads(path.read_text())
+    if stored.keys() != vars(args).keys():
+        fail(f"--resume {args.resume} is a run of another script or version; use what started it")
+    paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
+    return type(args)(**{**stored, **paths, "resume": args.resume})
 
 
 def pick_device(name):
@@ -429,11 +458,12 @@ def warmup_cosine(step, steps, peak):
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def pretrain_mae(args, mae, frames, held_out, device, log):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
+def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=None):
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it.
 
-    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. Exits with status 1 when
-    the loss is not finite.
+    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch.    After each step
+    `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
+    for a checkpoint, at the end of an epoch. Exits with status 1 when the loss is not finite.
     """
     frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
     decayed = [p for p in mae.parameters() if p.ndim > 1]
@@ -444,28 +474,45 @@ def pretrain_mae(args, mae, frames, held_out, device, log):
     order = torch.Generator().manual_seed(int(game_seeds(args.seed, PRETRAIN, 0)[0]))
     masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, 1)[0]))
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps, step, held_out_loss = args.mae_epochs * batches, 0, float("nan")
-    progress = tqdm(total=steps * args.mae_batch_size, desc="pre-training", unit="image", unit_scale=True)
-    for epoch in range(args.mae_epochs):
-        shuffled = torch.randperm(len(frames), generator=order)
-        for batch in shuffled[: batches * args.mae_batch_size].split(args.mae_batch_size):
+    steps, step = args.mae_epochs * batches, 0
+    if resumed:
+        mae.load_state_dict(resumed["model"])
+        optimizer.load_state_dict(resumed["optimizer"])
+        order.set_state(resumed["order"].cpu())
+        masks.set_state(resumed["masks"].cpu())
+        step = resumed["step"]
+
+    def state():
+        return {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "order": order_state,
+                "masks": masks.get_state()}
+
+    progress = tqdm(total=steps * args.mae_batch_size, desc="pre-training", unit="image", unit_scale=True,
+                    initial=step * args.mae_batch_size)
+    for epoch in range(step // batches, args.mae_epochs):
+        order_state = order.get_state()  # from which this epoch's order is drawn
+        shuffled = torch.randperm(len(frames), generator=order)[: batches * args.mae_batch_size]
+        for batch in shuffled.split(args.mae_batch_size)[step - epoch * batches :]:
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
+            value = loss.item()
+            if not math.isfinite(value):
+                sys.exit(f"error: the MAE's loss is {value} at step {step + 1}; try a smaller --mae-learning-rate")
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             step += 1
-            value = loss.item()
-            if not math.isfinite(value):
-                sys.exit(f"error: the MAE's loss is {value} at step {step}; try a smaller --mae-learning-rate")
             log("mae/loss", value, step)
             progress.update(len(batch))
+            if pause and step % batches:
+                pause(state, due=False)
         held_out_loss = mae_loss(mae, held_out, args.mae_mask_ratio, args.mae_batch_size)
         log("mae/held_out_loss", held_out_loss, step)
         progress.set_postfix(epoch=epoch + 1, loss=f"{value:.4f}", held_out=f"{held_out_loss:.4f}")
+        order_state = order.get_state()
+        if pause:
+            pause(state, due=args.checkpoint_frequency > 0)
     progress.close()
-    return held_out_loss
 
 
 @torch.no_grad()
@@ -579,6 +626,15 @@ class ErrorMapCache:
     def __len__(self):
         """Entries in the table."""
         return int((self.keys != 0).sum())
+
+    def state_dict(self):
+        """The table and its counters, for a checkpoint."""
+        return {name: getattr(self, name) for name in ("keys", "errors", "oldest", "lookups", "misses")}
+
+    def load_state_dict(self, state):
+        """Put back what state_dict returned."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def lookup(self, keys):
         """(errors (M,), found (M,)) for keys (M,); an error that was not found is 0."""
@@ -909,6 +965,84 @@ def write_json(path, content):
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2, default=str) + "\n"))
 
 
+def read_checkpoint(path, flag, device):
+    """The content of a .pt file, tensors on the device, no code run from it. Exits with status 2 if it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch.load takes a flipped byte without a word
+        if damaged:
+            raise ValueError(f"{damaged} in it is damaged")
+        with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
+            content = torch.load(path, map_location=device, weights_only=True)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+        return content
+    except Exception as error:  # a damaged or foreign file can fail in any way
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fail(f"{flag} {path} is not a checkpoint of ours ({reason}); give another")
+
+
+def package_versions():
+    """Versions of what a run's numbers depend on, a dict."""
+    packages = ("torch", "gymnasium", "ale-py", "numpy")
+    return {"python": platform.python_version(), **{package: version(package) for package in packages}}
+
+
+def save_checkpoint(run_dir, writer, content):
+    """Write checkpoint.pt with the dict `content`, and how long the event files are at this moment.
+
+    Where it cannot be written the run goes on, with a warning, and the previous checkpoint stands.
+    """
+    writer.flush()
+    events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
+    content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
+    try:
+        write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"warning: {run_dir}/checkpoint.pt was not written ({reason}); an earlier one stands", file=sys.stderr)
+
+
+def load_checkpoint(run_dir, device):
+    """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
+
+    What TensorBoard got after that moment is cut off, since it will come again. Exits with status 2 if the checkpoint
+    is damaged, or was written by another script or by other versions: the run would go on differently.
+    """
+    path, content = run_dir / "checkpoint.pt", {}
+    if path.exists():
+        content = read_checkpoint(path, "--resume", device)
+        if content.get("script") != Path(__file__).stem:
+            fail(f"--resume {run_dir} is a run of {content.get('script')}.py; resume it with that")
+        for package, number in package_versions().items():
+            if content["versions"].get(package) != number:
+                fail(f"--resume {run_dir} ran with {package} {content['versions'].get(package)}, and this is {number}; "
+                     f"install that version")
+    for file in run_dir.glob("events.*"):
+        if file.name in content.get("events", {}):
+            os.truncate(file, content["events"][file.name])
+        else:
+            file.unlink()
+    return content
+
+
+class Signals:
+    """SIGINT and SIGTERM: `number` holds the one that waits for the step in progress, and 0 while there is none.
+
+    While `at_once` is true, as at first, and at the second signal, they end the program where it stands.
+    """
+
+    def __init__(self):
+        self.number, self.at_once = 0, True
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        if self.at_once or self.number:
+            raise SystemExit(128 + number)
+        self.number = number
+
+
 def mae_sizes(args):
     """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
     return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
@@ -937,9 +1071,8 @@ def load_mae(path, mae, args):
 
     Takes mae.pt and what facebookresearch/mae and the authors' code save: {"model": state dict, "args": Namespace}.
     """
+    content = read_checkpoint(path, "--mae-checkpoint", mae.pos_embed.device)
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location=mae.pos_embed.device, weights_only=True)
         state = content["model"]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         salient_counts = content.get("salient_counts")
@@ -966,7 +1099,7 @@ def load_mae(path, mae, args):
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
     check_args(args)
     device = pick_device(args.device)
     if args.threads:
@@ -979,21 +1112,26 @@ if __name__ == "__main__":
         yield
         seconds[phase] += time.perf_counter() - start
 
+    game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
+    name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    run_dir = args.resume or Path("runs") / name
+    checkpoint = load_checkpoint(run_dir, device) if args.resume else {}
+
     torch.manual_seed(args.seed)
     with torch.device(device):
         mae = MaskedAutoencoder(**mae_sizes(args))
     if args.mae_checkpoint:  # only look
         load_mae(args.mae_checkpoint, mae, args)
 
-    game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
-    name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-    run_dir = Path("runs") / name
     try:
-        run_dir.mkdir(parents=True)
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     except OSError as error:
         fail(f"--run-name: the new folder {run_dir} cannot be made ({error.strerror}); give another name")
     print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
-    write_json(run_dir / "args.json", plain_args(args))
+    if not args.resume:
+        write_json(run_dir / "args.json", plain_args(args))
+    seconds.update(checkpoint.get("seconds", {}))
+    signals = Signals()
 
     print("part      parameters")  # Table 4
     for part, prefixes in (("encoder", ("patch_embed", "blocks", "norm")), ("decoder", ("decoder_",)),
@@ -1006,7 +1144,7 @@ if __name__ == "__main__":
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
     frames, held_out = frames[:num_frames], frames[num_frames:]
 
-    curves = {"mae/loss": [], "mae/held_out_loss": []}
+    curves = checkpoint.get("curves", {"mae/loss": [], "mae/held_out_loss": []})
     if not args.mae_checkpoint:
         with SummaryWriter(run_dir) as writer, clock("pretrain"):
 
@@ -1014,7 +1152,18 @@ if __name__ == "__main__":
                 curves[name].append((step, value))
                 writer.add_scalar(name, value, step)
 
-            pretrain_mae(args, mae, frames, held_out, device, log)
+            def pause(state, due):
+                """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
+                if due or signals.number:
+                    content = {"pretraining": state(), "curves": curves, "seconds": dict(seconds)}
+                    save_checkpoint(run_dir, writer, content)
+                if signals.number:
+                    print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
+                    sys.exit(128 + signals.number)
+
+            signals.at_once = False
+            pretrain_mae(args, mae, frames, held_out, device, log, checkpoint.get("pretraining"), pause)
+            signals.at_once = True
     mae.eval().requires_grad_(False)
     if not args.mae_checkpoint:
         save_mae(run_dir / "mae.pt", mae, args, None)  # what took long is safe before anything else is done
@@ -1059,10 +1208,10 @@ if __name__ == "__main__":
         "ideal_max_ratio": ideal, "paper_ideal_max_ratio": PAPER_IDEAL_RATIO.get(args.env_id), "max_ratio": max_ratio,
         "kept_whole": kept_whole, "misses_per_frame": error_map.misses / num_frames, "seconds": dict(seconds),
         "device": str(device), "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in
-                     ("torch", "gymnasium", "ale-py", "numpy")}},
+        "versions": package_versions(),
     }
     write_json(run_dir / "results.json", results)
+    (run_dir / "checkpoint.pt").unlink(missing_ok=True)
     if images:
         print(f"{images} images, {results['images_per_second']:.0f} a second; loss {results['final_loss']:.4f}, on "
               f"held-out frames {results['held_out_losses'][-1]:.4f}")

@@ -29,13 +29,16 @@ encoder sees, M neighbourhoods. (In code F is torch.nn.functional; in frames' sh
 import argparse
 import contextlib
 import difflib
+import functools
 import json
 import math
 import os
 import platform
 import resource
+import signal
 import sys
 import time
+import zipfile
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -77,6 +80,11 @@ class Args:
     """CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine"""
     run_name: str = ""
     """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
+    checkpoint_frequency: int = 10_000
+    """training steps between two checkpoints (ours); pre-training has one every epoch; 0: only where a signal stops the
+    run, and before an evaluation"""
+    resume: Path | None = None
+    """folder of an unfinished run to go on with; the run's own arguments hold, so no other flag may stand beside it"""
     compile: bool = False
     """torch.compile the update, with CUDA graphs on a GPU: the same results up to rounding after a minute of compiling;
     it needs a C++ compiler (on a CPU) or Triton (on a GPU)"""
@@ -203,8 +211,9 @@ def check_common_args(args):
             continue
         if not math.isfinite(value):
             fail(f"{flag} is {value}; give a finite number")
-        may_be_zero = name in ("seed", "threads", "learning_starts", "eval_frequency", "eval_epsilon", "gamma",
-                               "mae_weight_decay", "noisy_std", "priority_exponent", "priority_weight")
+        may_be_zero = name in ("seed", "threads", "checkpoint_frequency", "learning_starts", "eval_frequency",
+                               "eval_epsilon", "gamma", "mae_weight_decay", "noisy_std", "priority_exponent",
+                               "priority_weight")
         if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
             fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
         if isinstance(value, int) and value >= 2**31:
@@ -232,6 +241,8 @@ def check_common_args(args):
     num_patches = (args.image_size // args.patch_size) ** 2
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
+    if args.resume is not None:
+        return  # the run has its folder and its mae.pt
     if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
     if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
@@ -265,6 +276,25 @@ def check_args(args):
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
         fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
+
+
+def resumed_args(args):
+    """The arguments of the run that --resume names, or, without that flag, `args` themselves."""
+    if args.resume is None:
+        return args
+    others = [word for word in sys.argv[1:] if word not in ("--resume", str(args.resume), f"--resume={args.resume}")]
+    path = args.resume / "args.json"
+    if others:
+        fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
+    if not path.is_file():
+        fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
+    if (args.resume / "results.json").exists():
+        fail(f"--resume {args.resume} is a finished run: its results.json is there; start a new one")
+    stored = json.loads(path.read_text())
+    if stored.keys() != vars(args).keys():
+        fail(f"--resume {args.resume} is a run of another script or version; use what started it")
+    paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
+    return type(args)(**{**stored, **paths, "resume": args.resume})
 
 
 def pick_device(name):
@@ -527,11 +557,12 @@ def warmup_cosine(step, steps, peak):
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def pretrain_mae(args, mae, frames, held_out, device, log):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
+def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=None):
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it.
 
-    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. Exits with status 1 when
-    the loss is not finite.
+    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch.    After each step
+    `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
+    for a checkpoint, at the end of an epoch. Exits with status 1 when the loss is not finite.
     """
     frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
     decayed = [p for p in mae.parameters() if p.ndim > 1]
@@ -542,28 +573,45 @@ def pretrain_mae(args, mae, frames, held_out, device, log):
     order = torch.Generator().manual_seed(int(game_seeds(args.seed, PRETRAIN, 0)[0]))
     masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, 1)[0]))
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps, step, held_out_loss = args.mae_epochs * batches, 0, float("nan")
-    progress = tqdm(total=steps * args.mae_batch_size, desc="pre-training", unit="image", unit_scale=True)
-    for epoch in range(args.mae_epochs):
-        shuffled = torch.randperm(len(frames), generator=order)
-        for batch in shuffled[: batches * args.mae_batch_size].split(args.mae_batch_size):
+    steps, step = args.mae_epochs * batches, 0
+    if resumed:
+        mae.load_state_dict(resumed["model"])
+        optimizer.load_state_dict(resumed["optimizer"])
+        order.set_state(resumed["order"].cpu())
+        masks.set_state(resumed["masks"].cpu())
+        step = resumed["step"]
+
+    def state():
+        return {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "order": order_state,
+                "masks": masks.get_state()}
+
+    progress = tqdm(total=steps * args.mae_batch_size, desc="pre-training", unit="image", unit_scale=True,
+                    initial=step * args.mae_batch_size)
+    for epoch in range(step // batches, args.mae_epochs):
+        order_state = order.get_state()  # from which this epoch's order is drawn
+        shuffled = torch.randperm(len(frames), generator=order)[: batches * args.mae_batch_size]
+        for batch in shuffled.split(args.mae_batch_size)[step - epoch * batches :]:
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
+            value = loss.item()
+            if not math.isfinite(value):
+                sys.exit(f"error: the MAE's loss is {value} at step {step + 1}; try a smaller --mae-learning-rate")
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             step += 1
-            value = loss.item()
-            if not math.isfinite(value):
-                sys.exit(f"error: the MAE's loss is {value} at step {step}; try a smaller --mae-learning-rate")
             log("mae/loss", value, step)
             progress.update(len(batch))
+            if pause and step % batches:
+                pause(state, due=False)
         held_out_loss = mae_loss(mae, held_out, args.mae_mask_ratio, args.mae_batch_size)
         log("mae/held_out_loss", held_out_loss, step)
         progress.set_postfix(epoch=epoch + 1, loss=f"{value:.4f}", held_out=f"{held_out_loss:.4f}")
+        order_state = order.get_state()
+        if pause:
+            pause(state, due=args.checkpoint_frequency > 0)
     progress.close()
-    return held_out_loss
 
 
 @torch.no_grad()
@@ -677,6 +725,15 @@ class ErrorMapCache:
     def __len__(self):
         """Entries in the table."""
         return int((self.keys != 0).sum())
+
+    def state_dict(self):
+        """The table and its counters, for a checkpoint."""
+        return {name: getattr(self, name) for name in ("keys", "errors", "oldest", "lookups", "misses")}
+
+    def load_state_dict(self, state):
+        """Put back what state_dict returned."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def lookup(self, keys):
         """(errors (M,), found (M,)) for keys (M,); an error that was not found is 0."""
@@ -888,6 +945,16 @@ class Replay:
         """No step will follow the newest frame: the returns of all slots are known."""
         while self.waiting:
             self.priorities[self.waiting.popleft()] = self.largest
+
+    def state_dict(self):
+        """All that the replay holds, for a checkpoint."""
+        names = ("frames", "counts", "actions", "rewards", "ended", "starts", "priorities", "largest", "slot")
+        return {name: getattr(self, name) for name in names} | {"waiting": list(self.waiting)}
+
+    def load_state_dict(self, state):
+        """Put back what state_dict returned."""
+        for name, value in state.items():
+            setattr(self, name, deque(value) if name == "waiting" else value)
 
     def stacks(self, slots):
         """The observations that end in slots (B,): frames (B, F, *frame_shape), oldest first, and counts (B, F)."""
@@ -1254,6 +1321,84 @@ def write_json(path, content):
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2, default=str) + "\n"))
 
 
+def read_checkpoint(path, flag, device):
+    """The content of a .pt file, tensors on the device, no code run from it. Exits with status 2 if it is damaged."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # torch.load takes a flipped byte without a word
+        if damaged:
+            raise ValueError(f"{damaged} in it is damaged")
+        with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
+            content = torch.load(path, map_location=device, weights_only=True)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+        return content
+    except Exception as error:  # a damaged or foreign file can fail in any way
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fail(f"{flag} {path} is not a checkpoint of ours ({reason}); give another")
+
+
+def package_versions():
+    """Versions of what a run's numbers depend on, a dict."""
+    packages = ("torch", "gymnasium", "ale-py", "numpy")
+    return {"python": platform.python_version(), **{package: version(package) for package in packages}}
+
+
+def save_checkpoint(run_dir, writer, content):
+    """Write checkpoint.pt with the dict `content`, and how long the event files are at this moment.
+
+    Where it cannot be written the run goes on, with a warning, and the previous checkpoint stands.
+    """
+    writer.flush()
+    events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
+    content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
+    try:
+        write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        print(f"warning: {run_dir}/checkpoint.pt was not written ({reason}); an earlier one stands", file=sys.stderr)
+
+
+def load_checkpoint(run_dir, device):
+    """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
+
+    What TensorBoard got after that moment is cut off, since it will come again. Exits with status 2 if the checkpoint
+    is damaged, or was written by another script or by other versions: the run would go on differently.
+    """
+    path, content = run_dir / "checkpoint.pt", {}
+    if path.exists():
+        content = read_checkpoint(path, "--resume", device)
+        if content.get("script") != Path(__file__).stem:
+            fail(f"--resume {run_dir} is a run of {content.get('script')}.py; resume it with that")
+        for package, number in package_versions().items():
+            if content["versions"].get(package) != number:
+                fail(f"--resume {run_dir} ran with {package} {content['versions'].get(package)}, and this is {number}; "
+                     f"install that version")
+    for file in run_dir.glob("events.*"):
+        if file.name in content.get("events", {}):
+            os.truncate(file, content["events"][file.name])
+        else:
+            file.unlink()
+    return content
+
+
+class Signals:
+    """SIGINT and SIGTERM: `number` holds the one that waits for the step in progress, and 0 while there is none.
+
+    While `at_once` is true, as at first, and at the second signal, they end the program where it stands.
+    """
+
+    def __init__(self):
+        self.number, self.at_once = 0, True
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.receive)
+
+    def receive(self, number, frame):
+        if self.at_once or self.number:
+            raise SystemExit(128 + number)
+        self.number = number
+
+
 def mae_sizes(args):
     """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
     return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
@@ -1282,9 +1427,8 @@ def load_mae(path, mae, args):
 
     Takes mae.pt and what facebookresearch/mae and the authors' code save: {"model": state dict, "args": Namespace}.
     """
+    content = read_checkpoint(path, "--mae-checkpoint", mae.pos_embed.device)
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location=mae.pos_embed.device, weights_only=True)
         state = content["model"]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         salient_counts = content.get("salient_counts")
@@ -1331,7 +1475,7 @@ def look_at_patches(mae, error_map, frames, max_patches, lorenz_slope, clock=con
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
     check_args(args)
     device = pick_device(args.device)
     if args.threads:
@@ -1346,39 +1490,57 @@ if __name__ == "__main__":
         yield
         seconds[phase] += time.perf_counter() - start
 
+    game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
+    name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    run_dir = args.resume or Path("runs") / name
+    checkpoint = load_checkpoint(run_dir, device) if args.resume else {}
+    training = checkpoint.get("training")  # None where training has not begun
+    mae_checkpoint = run_dir / "mae.pt" if training else args.mae_checkpoint  # None where it is still to be trained
+
     # The masked auto-encoder, loaded or still to be trained.
     torch.manual_seed(args.seed)
     with torch.device(device):
         mae = MaskedAutoencoder(**mae_sizes(args))
     slope = args.lorenz_slope if args.selection == "dynamic" else None
-    salient_counts = load_mae(args.mae_checkpoint, mae, args) if args.mae_checkpoint else None
+    salient_counts = load_mae(mae_checkpoint, mae, args) if mae_checkpoint else None
     max_ratio = args.max_ratio if args.max_ratio is not None else PAPER_MAX_RATIO.get(args.env_id)
     counted_at = salient_counts["lorenz_slope"] if salient_counts else None
-    if max_ratio is None and args.mae_checkpoint and counted_at != args.lorenz_slope:
+    if max_ratio is None and mae_checkpoint and counted_at != args.lorenz_slope:
         fail(f"--mae-checkpoint {args.mae_checkpoint} has no salient counts at slope {args.lorenz_slope}, "
              f"and {args.env_id} no ratio in the paper; give --max-ratio")
 
-    game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
-    name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-    run_dir = Path("runs") / name
     try:
-        run_dir.mkdir(parents=True)
+        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
     except OSError as error:
         fail(f"--run-name: the new folder {run_dir} cannot be made ({error.strerror}); give another name")
     print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
-    write_json(run_dir / "args.json", plain_args(args))
+    if not args.resume:
+        write_json(run_dir / "args.json", plain_args(args))
     writer = SummaryWriter(run_dir)
+    seconds.update(checkpoint.get("seconds", {}))
+    signals = Signals()
 
-    if not args.mae_checkpoint:
+    def pause(phase, state, due):
+        """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
+        if due or signals.number:
+            save_checkpoint(run_dir, writer, {phase: state(), "seconds": dict(seconds)})
+        if signals.number:
+            print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
+            sys.exit(128 + signals.number)
+
+    if not mae_checkpoint:
         num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
         with clock("collect"):
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
+        signals.at_once = False
         with clock("pretrain"):
-            pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, writer.add_scalar)
+            pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, writer.add_scalar,
+                         checkpoint.get("pretraining"), functools.partial(pause, "pretraining"))
+        signals.at_once = True
     mae.eval().requires_grad_(False)
     save_mae(run_dir / "mae.pt", mae, args, salient_counts)  # what took long is safe before anything else is done
     error_map = ErrorMapCache(mae, args.error_cache_size)
-    if not args.mae_checkpoint:
+    if not mae_checkpoint:
         with clock("count salient patches"):  # which also fills the table with what random play shows
             counts = count_salient_patches(error_map, frames[:num_frames], args.lorenz_slope, device)
         salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
@@ -1429,13 +1591,74 @@ if __name__ == "__main__":
                         lambda: make_envs(args, 1), seeds, args.frame_stack, args.eval_epsilon,
                         np.random.default_rng([args.seed, EVALUATE]), device)
 
-    games, score, length, updates, recent, evaluations = 0, 0.0, 0, 0, deque(maxlen=10), []
+    step, games, score, length, updates, recent, evaluations = 0, 0, 0.0, 0, 0, deque(maxlen=10), []
     best_median, best_weights, training_scores = -math.inf, None, []
+    actions_played = []  # in the current game: the emulator's state is where they lead from the game's seed
+
+    def training_state():
+        """Everything that training needs to go on from here (the error cache and the networks' noise included)."""
+        return {
+            "online": online.state_dict(), "target": target.state_dict(), "optimizer": optimizer.state_dict(),
+            "replay": replay.state_dict(), "generator": generator.get_state(),
+            "action_rng": action_rng.bit_generator.state,
+            "counters": (step, games, score, length, updates, list(recent), evaluations, best_median, training_scores),
+            "best_weights": best_weights, "actions_played": actions_played,
+            "observation": torch.from_numpy(observation),
+            "error_map": error_map.state_dict(), "misses_before": misses_before,
+        }
+
+    misses_before = error_map.misses
     observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
-    remember(observation, starts=True)
-    logged_at, logged_step = time.perf_counter(), 0
-    logged_misses = misses_before = error_map.misses
-    progress = tqdm(range(1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02)
+    if training is None:
+        remember(observation, starts=True)
+    else:
+        error_map.load_state_dict(training["error_map"])
+        misses_before = training["misses_before"]
+        online.load_state_dict(training["online"])
+        target.load_state_dict(training["target"])
+        optimizer.load_state_dict(training["optimizer"])
+        replay.load_state_dict(training["replay"])
+        generator.set_state(training["generator"].cpu())
+        action_rng.bit_generator.state = training["action_rng"]
+        step, games, score, length, updates, latest, evaluations, best_median, training_scores = training["counters"]
+        recent.extend(latest)
+        best_weights, actions_played = training["best_weights"], training["actions_played"]
+        observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
+        for action in actions_played:
+            observation, *_ = envs.step(np.array([action]))
+        if not np.array_equal(observation, training["observation"].cpu().numpy()):
+            sys.exit(f"error: --resume {run_dir}: the game does not come back to where it was at step {step}; ale-py "
+                     f"{version('ale-py')} plays it differently from the one that was saved")
+        del training["replay"]  # the checkpoint's own copy of what is in use now
+    logged_at, logged_step = time.perf_counter(), step
+    logged_misses = error_map.misses
+
+    def evaluation_is_due():
+        return step == args.total_timesteps or args.eval_frequency and step % args.eval_frequency == 0
+
+    def evaluate_now():
+        """Evaluate, and keep the weights that the report will be about. A signal ends the program at once."""
+        global best_median, best_weights
+        signals.at_once = True
+        with clock("evaluate"):
+            scores = evaluation_scores()
+        signals.at_once = False
+        evaluations.append({"step": step, "scores": scores})
+        writer.add_scalar("eval/mean", np.mean(scores), step)
+        writer.add_scalar("eval/median", np.median(scores), step)
+        if not args.eval_frequency or np.median(scores) > best_median:
+            best_median = float(np.median(scores))
+            best_weights = {name: value.cpu().clone() for name, value in online.state_dict().items()}
+            content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step,
+                       "max_patches": max_patches}
+            write_whole(run_dir / "agent.pt", lambda temporary: torch.save(content, temporary))
+
+    if training and evaluation_is_due():  # the checkpoint was written just before
+        evaluate_now()
+    signals.at_once = False  # from here on a step is finished and saved first
+    pause("training", training_state, due=training is None and args.checkpoint_frequency > 0)
+    progress = tqdm(range(step + 1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02, initial=step,
+                    total=args.total_timesteps)
     for step in progress:
         if step <= args.learning_starts:
             action = action_rng.integers(num_actions, size=1)
@@ -1447,6 +1670,7 @@ if __name__ == "__main__":
         with clock("environment"):
             observation, reward, terminated, truncated, info = envs.step(action)
         score, length = score + float(reward[0]), length + 1
+        actions_played.append(int(action[0]))
         ended = bool(terminated[0])  # a life or the game: no reward after it counts
         over = (ended and info["lives"][0] == 0) or bool(truncated[0])
         with clock("store"):
@@ -1460,7 +1684,7 @@ if __name__ == "__main__":
             training_scores.append((step, score))
             writer.add_scalar("charts/episodic_return", score, step)
             writer.add_scalar("charts/episodic_length", length, step)
-            score, length = 0.0, 0
+            score, length, actions_played = 0.0, 0, []
             with clock("environment"):  # a seeded reset in place of the automatic one
                 observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
         remember(observation, starts=ended or over)
@@ -1493,22 +1717,16 @@ if __name__ == "__main__":
             logged_misses = error_map.misses
             progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games)
 
-        if step == args.total_timesteps or (args.eval_frequency and step % args.eval_frequency == 0):
+        due = evaluation_is_due() or args.checkpoint_frequency and step % args.checkpoint_frequency == 0
+        pause("training", training_state, due)
+        if evaluation_is_due():
             paused_at = time.perf_counter()
-            with clock("evaluate"):
-                scores = evaluation_scores()
+            evaluate_now()
             logged_at += time.perf_counter() - paused_at  # steps a second are training's
-            evaluations.append({"step": step, "scores": scores})
-            writer.add_scalar("eval/mean", np.mean(scores), step)
-            writer.add_scalar("eval/median", np.median(scores), step)
-            if not args.eval_frequency or np.median(scores) > best_median:
-                best_median = np.median(scores)
-                best_weights = {name: value.cpu().clone() for name, value in online.state_dict().items()}
-                content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step,
-                           "max_patches": max_patches}
-                write_whole(run_dir / "agent.pt", lambda temporary: torch.save(content, temporary))
     envs.close()
     writer.close()
+
+    signals.at_once = True  # the report can be made again
 
     # The report.
     reported = max(evaluations, key=lambda e: np.median(e["scores"])) if args.eval_frequency else evaluations[-1]
@@ -1516,18 +1734,6 @@ if __name__ == "__main__":
     measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
     on_device = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
-    write_json(run_dir / "results.json", {
-        "env_id": args.env_id, "method": "spirl", "seed": args.seed, "args": plain_args(args),
-        "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
-        "evaluations": evaluations, "scores": scores, "mean": float(np.mean(scores)),
-        "median": float(np.median(scores)), "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
-        "steps": args.total_timesteps, "updates": updates, "games": games, "training_scores": training_scores,
-        "max_patches": max_patches, "misses_per_frame": (error_map.misses - misses_before) / args.total_timesteps,
-        "seconds": dict(seconds), "device": str(device), "threads": torch.get_num_threads(),
-        "peak_memory_gb": {"host": host / 1e9, "device": on_device},
-        "versions": {"python": platform.python_version(), **{package: version(package) for package in
-                     ("torch", "gymnasium", "ale-py", "numpy")}},
-    })
     online.load_state_dict(best_weights)
     apart = ErrorMapCache(mae, args.error_cache_size, behind=error_map)
     env = make_envs(args, 1)
@@ -1538,4 +1744,16 @@ if __name__ == "__main__":
     draw_policy_attention(moments, mae.side, run_dir / "figures" / "policy_attention.png")
     if args.capture_video:
         save_video(moments, mae.side, run_dir / "videos" / "policy.gif")
+    write_json(run_dir / "results.json", {
+        "env_id": args.env_id, "method": "spirl", "seed": args.seed, "args": plain_args(args),
+        "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
+        "evaluations": evaluations, "scores": scores, "mean": float(np.mean(scores)),
+        "median": float(np.median(scores)), "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+        "steps": args.total_timesteps, "updates": updates, "games": games, "training_scores": training_scores,
+        "max_patches": max_patches, "misses_per_frame": (error_map.misses - misses_before) / args.total_timesteps,
+        "seconds": dict(seconds), "device": str(device), "threads": torch.get_num_threads(),
+        "peak_memory_gb": {"host": host / 1e9, "device": on_device},
+        "versions": package_versions(),
+    })
+    (run_dir / "checkpoint.pt").unlink(missing_ok=True)
     print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")
