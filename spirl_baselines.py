@@ -11,13 +11,14 @@ after as many random steps as SPIRL's pre-training takes. MAE-All sees the embed
     python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
 
 Contents, in reading order:
-    1. Arguments      Args, check_common_args, check_agent_args, check_args, pick_device, check_compiler
+    1. Arguments      Args, check_common_args, check_agent_args, check_args, resumed_args, pick_device,
+                      check_memory, check_compiler
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae, encode_patches
     4. Replay         Replay
     5. Agent          NoisyLinear, DataEfficientCNN, SalientPatchTransformer, RainbowNetwork, c51_loss, learn
     6. Evaluation     evaluate, watch_game, attended_patches, draw_policy_attention, save_video
-    7. Files          write_whole, save_mae, load_mae
+    7. Files          write_whole, read_checkpoint, save_checkpoint, load_checkpoint, Signals, save_mae, load_mae
     8. Main
 
 Shape letters: B batch, F frames stacked, L patches of a frame, P patches a side, N = P**2, D width of a layer,
@@ -301,6 +302,19 @@ def pick_device(name):
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
 
 
+def check_memory(needed, device, flag):
+    """Stop with one clear line if the `needed` bytes of the replay are more than what is free on the device."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif Path("/proc/meminfo").exists():  # Linux: free, and what the system would give back
+        free = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable")) * 1024
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > free:
+        fail(f"--buffer-size: the replay needs {needed / 1e9:.1f} GB and {device} has {free / 1e9:.1f} GB free; give "
+             f"a smaller {flag}")
+
+
 def check_compiler(device):
     """Stop with one clear line if `--compile` cannot work here: now, and not after hours of pre-training."""
     try:
@@ -553,7 +567,7 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=None):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it.
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
 
     `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch.    After each step
     `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
@@ -568,7 +582,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
     order = torch.Generator().manual_seed(int(game_seeds(args.seed, PRETRAIN, 0)[0]))
     masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, 1)[0]))
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps, step = args.mae_epochs * batches, 0
+    steps, step, held_out_loss = args.mae_epochs * batches, 0, float("nan")
     if resumed:
         mae.load_state_dict(resumed["model"])
         optimizer.load_state_dict(resumed["optimizer"])
@@ -607,6 +621,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         if pause:
             pause(state, due=args.checkpoint_frequency > 0)
     progress.close()
+    return held_out_loss
 
 
 @torch.no_grad()
@@ -1060,17 +1075,32 @@ def save_video(moments, side, path, frames_a_second=15):
 
 
 def write_whole(path, write):
-    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all."""
+    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all.
+
+    Raises OSError, with the path and the reason, where it cannot be written; what was at `path` then still is.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise OSError(f"{path} cannot be written ({reason}); make room for it or give it back its folder") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def one_line_for_files(kind, error, traceback):
+    """An excepthook: what went wrong with a file is one line, any other error its traceback. The exit status is 1."""
+    if issubclass(kind, OSError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def write_json(path, content):
@@ -1104,16 +1134,15 @@ def package_versions():
 def save_checkpoint(run_dir, writer, content):
     """Write checkpoint.pt with the dict `content`, and how long the event files are at this moment.
 
-    Where it cannot be written the run goes on, with a warning, and the previous checkpoint stands.
+    Where it cannot be written the run goes on, with a warning, and an earlier checkpoint stands.
     """
-    writer.flush()
-    events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
-    content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
     try:
+        writer.flush()
+        events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
+        content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"warning: {run_dir}/checkpoint.pt was not written ({reason}); an earlier one stands", file=sys.stderr)
+    except OSError as error:
+        print(f"warning: {error}; the run goes on, and an earlier checkpoint stands", file=sys.stderr)
 
 
 def load_checkpoint(run_dir, device):
@@ -1225,6 +1254,7 @@ def look_at_all_patches(mae, frames):
 
 
 if __name__ == "__main__":
+    sys.excepthook = one_line_for_files
     args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
     check_args(args)
     if args.method == "de-rainbow-p":  # Table 12 (where a run is resumed, this changes nothing)
@@ -1232,6 +1262,9 @@ if __name__ == "__main__":
         args.total_timesteps += random_steps - args.learning_starts  # as many steps of learning as without
         args.learning_starts = random_steps
     device = pick_device(args.device)
+    patches = (args.image_size // args.patch_size) ** 2
+    frame_bytes = patches * args.encoder_dim * 2 if args.method == "mae-all" else 84 * 84
+    check_memory(args.buffer_size * (frame_bytes + 30), device, "--buffer-size")
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.compile:

@@ -11,12 +11,12 @@ many are (Fig. 3). There is no reinforcement learning here: `spirl_rainbow.py` t
     python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000  # only look at what one has learned
 
 Contents, in reading order:
-    1. Arguments      Args, check_common_args, check_args, pick_device
+    1. Arguments      Args, check_common_args, check_args, resumed_args, pick_device
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
     4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, ideal_max_ratio
     5. Figures        decoder_pictures, paint, draw_...
-    6. Files          write_whole, save_mae, load_mae
+    6. Files          write_whole, read_checkpoint, save_checkpoint, load_checkpoint, Signals, save_mae, load_mae
     7. Main
 
 Shape letters: B batch, P patches a side, N = P**2, D width of a layer, T tokens, H attention heads, d = D / H,
@@ -459,7 +459,7 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=None):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it.
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
 
     `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch.    After each step
     `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
@@ -474,7 +474,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
     order = torch.Generator().manual_seed(int(game_seeds(args.seed, PRETRAIN, 0)[0]))
     masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, 1)[0]))
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps, step = args.mae_epochs * batches, 0
+    steps, step, held_out_loss = args.mae_epochs * batches, 0, float("nan")
     if resumed:
         mae.load_state_dict(resumed["model"])
         optimizer.load_state_dict(resumed["optimizer"])
@@ -513,6 +513,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         if pause:
             pause(state, due=args.checkpoint_frequency > 0)
     progress.close()
+    return held_out_loss
 
 
 @torch.no_grad()
@@ -947,17 +948,32 @@ def draw_loss(losses, held_out, path):
 
 
 def write_whole(path, write):
-    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all."""
+    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all.
+
+    Raises OSError, with the path and the reason, where it cannot be written; what was at `path` then still is.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise OSError(f"{path} cannot be written ({reason}); make room for it or give it back its folder") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def one_line_for_files(kind, error, traceback):
+    """An excepthook: what went wrong with a file is one line, any other error its traceback. The exit status is 1."""
+    if issubclass(kind, OSError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def write_json(path, content):
@@ -991,16 +1007,15 @@ def package_versions():
 def save_checkpoint(run_dir, writer, content):
     """Write checkpoint.pt with the dict `content`, and how long the event files are at this moment.
 
-    Where it cannot be written the run goes on, with a warning, and the previous checkpoint stands.
+    Where it cannot be written the run goes on, with a warning, and an earlier checkpoint stands.
     """
-    writer.flush()
-    events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
-    content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
     try:
+        writer.flush()
+        events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
+        content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"warning: {run_dir}/checkpoint.pt was not written ({reason}); an earlier one stands", file=sys.stderr)
+    except OSError as error:
+        print(f"warning: {error}; the run goes on, and an earlier checkpoint stands", file=sys.stderr)
 
 
 def load_checkpoint(run_dir, device):
@@ -1099,6 +1114,7 @@ def load_mae(path, mae, args):
 
 
 if __name__ == "__main__":
+    sys.excepthook = one_line_for_files
     args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
     check_args(args)
     device = pick_device(args.device)

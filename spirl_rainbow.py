@@ -11,14 +11,15 @@ pools them, and Data-Efficient Rainbow decides what to do (Fig. 5).
     python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
 
 Contents, in reading order:
-    1. Arguments      Args, check_common_args, check_agent_args, check_args, pick_device, check_compiler
+    1. Arguments      Args, check_common_args, check_agent_args, check_args, resumed_args, pick_device,
+                      check_memory, check_compiler
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
     4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, encode_patches, ideal_max_ratio
     5. Replay         Replay
     6. Agent          NoisyLinear, SalientPatchTransformer, RainbowNetwork, project_distribution, c51_loss, learn
     7. Evaluation     evaluate, watch_game, attended_patches, draw_policy_attention, save_video
-    8. Files          write_whole, save_mae, load_mae
+    8. Files          write_whole, read_checkpoint, save_checkpoint, load_checkpoint, Signals, save_mae, load_mae
     9. Main
 
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
@@ -309,6 +310,19 @@ def pick_device(name):
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
 
 
+def check_memory(needed, device, flag):
+    """Stop with one clear line if the `needed` bytes of the replay are more than what is free on the device."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif Path("/proc/meminfo").exists():  # Linux: free, and what the system would give back
+        free = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable")) * 1024
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > free:
+        fail(f"--buffer-size: the replay needs {needed / 1e9:.1f} GB and {device} has {free / 1e9:.1f} GB free; give "
+             f"a smaller {flag}")
+
+
 def check_compiler(device):
     """Stop with one clear line if `--compile` cannot work here: now, and not after hours of pre-training."""
     try:
@@ -558,7 +572,7 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=None):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it.
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
 
     `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch.    After each step
     `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
@@ -573,7 +587,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
     order = torch.Generator().manual_seed(int(game_seeds(args.seed, PRETRAIN, 0)[0]))
     masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, 1)[0]))
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps, step = args.mae_epochs * batches, 0
+    steps, step, held_out_loss = args.mae_epochs * batches, 0, float("nan")
     if resumed:
         mae.load_state_dict(resumed["model"])
         optimizer.load_state_dict(resumed["optimizer"])
@@ -612,6 +626,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         if pause:
             pause(state, due=args.checkpoint_frequency > 0)
     progress.close()
+    return held_out_loss
 
 
 @torch.no_grad()
@@ -1303,17 +1318,32 @@ def save_video(moments, side, path, frames_a_second=15):
 
 
 def write_whole(path, write):
-    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all."""
+    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all.
+
+    Raises OSError, with the path and the reason, where it cannot be written; what was at `path` then still is.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise OSError(f"{path} cannot be written ({reason}); make room for it or give it back its folder") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def one_line_for_files(kind, error, traceback):
+    """An excepthook: what went wrong with a file is one line, any other error its traceback. The exit status is 1."""
+    if issubclass(kind, OSError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def write_json(path, content):
@@ -1347,16 +1377,15 @@ def package_versions():
 def save_checkpoint(run_dir, writer, content):
     """Write checkpoint.pt with the dict `content`, and how long the event files are at this moment.
 
-    Where it cannot be written the run goes on, with a warning, and the previous checkpoint stands.
+    Where it cannot be written the run goes on, with a warning, and an earlier checkpoint stands.
     """
-    writer.flush()
-    events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
-    content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
     try:
+        writer.flush()
+        events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
+        content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        print(f"warning: {run_dir}/checkpoint.pt was not written ({reason}); an earlier one stands", file=sys.stderr)
+    except OSError as error:
+        print(f"warning: {error}; the run goes on, and an earlier checkpoint stands", file=sys.stderr)
 
 
 def load_checkpoint(run_dir, device):
@@ -1475,9 +1504,13 @@ def look_at_patches(mae, error_map, frames, max_patches, lorenz_slope, clock=con
 
 
 if __name__ == "__main__":
+    sys.excepthook = one_line_for_files
     args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
     check_args(args)
     device = pick_device(args.device)
+    ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, 0.95)  # for another game mr* is not known yet
+    patches = ratio_to_patches(ratio, (args.image_size // args.patch_size) ** 2)
+    check_memory(args.buffer_size * (patches * args.encoder_dim * 2 + 30), device, "--buffer-size or --max-ratio")
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.compile:
@@ -1604,16 +1637,16 @@ if __name__ == "__main__":
             "counters": (step, games, score, length, updates, list(recent), evaluations, best_median, training_scores),
             "best_weights": best_weights, "actions_played": actions_played,
             "observation": torch.from_numpy(observation),
-            "error_map": error_map.state_dict(), "misses_before": misses_before,
+            "error_map": error_map.state_dict(), "misses": (misses_before, logged_misses),
         }
 
-    misses_before = error_map.misses
+    misses_before = logged_misses = error_map.misses
     observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
     if training is None:
         remember(observation, starts=True)
     else:
         error_map.load_state_dict(training["error_map"])
-        misses_before = training["misses_before"]
+        misses_before, logged_misses = training["misses"]
         online.load_state_dict(training["online"])
         target.load_state_dict(training["target"])
         optimizer.load_state_dict(training["optimizer"])
@@ -1631,7 +1664,6 @@ if __name__ == "__main__":
                      f"{version('ale-py')} plays it differently from the one that was saved")
         del training["replay"]  # the checkpoint's own copy of what is in use now
     logged_at, logged_step = time.perf_counter(), step
-    logged_misses = error_map.misses
 
     def evaluation_is_due():
         return step == args.total_timesteps or args.eval_frequency and step % args.eval_frequency == 0
@@ -1709,9 +1741,9 @@ if __name__ == "__main__":
             now = time.perf_counter()
             writer.add_scalar("charts/steps_per_second", (step - logged_step) / (now - logged_at), step)
             writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)
-            misses = error_map.misses - logged_misses
-            writer.add_scalar("cache/misses_per_frame", misses / (step - logged_step), step)
-            writer.add_scalar("cache/hit_rate", 1 - misses / (step - logged_step) / mae.num_patches, step)
+            misses = (error_map.misses - logged_misses) / 100
+            writer.add_scalar("cache/misses_per_frame", misses, step)
+            writer.add_scalar("cache/hit_rate", 1 - misses / mae.num_patches, step)
             writer.add_scalar("cache/entries", len(error_map), step)
             logged_at, logged_step = now, step
             logged_misses = error_map.misses

@@ -36,3 +36,7 @@ def trained_mae(random_play):
     mae.eval().requires_grad_(False)
     mae.losses = before, after
     return mae
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=5, help="runs that test_resume.py kills, each at a random instant")

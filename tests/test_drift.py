@@ -19,7 +19,8 @@ SHARED = {
     "PAPER_MAX_RATIO", "count_salient_patches", "mark_patches", "write_whole", "write_json", "mae_sizes", "plain_args",
     "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE", "check_agent_args",
     "encode_patches", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
-    "c51_loss", "learn", "evaluate", "watch_game", "attended_patches", "draw_policy_attention", "save_video",
+    "resumed_args", "check_memory", "read_checkpoint", "package_versions", "save_checkpoint", "load_checkpoint",
+    "Signals", "one_line_for_files", "c51_loss", "learn", "evaluate", "watch_game", "attended_patches", "draw_policy_attention", "save_video",
 }
 
 # Names that differ on purpose, and why.
@@ -44,13 +45,16 @@ ONLY_SPIRL = {
     'lambda: make_envs(args, 1), seeds, args.frame_stack, args.eval_epsilon,',
     'np.random.default_rng([args.seed, EVALUATE]), device)',
     # K and the cache exist only where patches are selected.
-    'logged_misses = misses_before = error_map.misses',
+    'error_map.load_state_dict(training["error_map"])',
     'writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
-    'misses = error_map.misses - logged_misses',
-    'writer.add_scalar("cache/misses_per_frame", misses / (step - logged_step), step)',
-    'writer.add_scalar("cache/hit_rate", 1 - misses / (step - logged_step) / mae.num_patches, step)',
     'writer.add_scalar("cache/entries", len(error_map), step)',
     'logged_misses = error_map.misses',
+    '"error_map": error_map.state_dict(), "misses": (misses_before, logged_misses),',
+    'misses = (error_map.misses - logged_misses) / 100',
+    'misses_before = logged_misses = error_map.misses',
+    'misses_before, logged_misses = training["misses"]',
+    'writer.add_scalar("cache/hit_rate", 1 - misses / mae.num_patches, step)',
+    'writer.add_scalar("cache/misses_per_frame", misses, step)',
     # agent.pt keeps how many patches its agent was trained on.
     'content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step,',
     '"max_patches": max_patches}',
