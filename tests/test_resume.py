@@ -13,7 +13,6 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -242,4 +241,3 @@ def test_a_game_that_does_not_come_back_is_an_error(tmp_path, stopped):
     done = run(tmp_path, "--resume", folder)
     assert done.returncode == 1 and "the game does not come back to where it was" in done.stderr
     assert "Traceback" not in done.stderr and os.path.exists(folder / "checkpoint.pt")
-    assert np.isfinite(content["training"]["replay"]["priorities"]).all()
