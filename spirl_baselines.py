@@ -275,16 +275,19 @@ def resumed_args(args):
     """The arguments of the run that --resume names, or, without that flag, `args` themselves."""
     if args.resume is None:
         return args
-    others = [word for word in sys.argv[1:] if word not in ("--resume", str(args.resume), f"--resume={args.resume}")]
-    path = args.resume / "args.json"
+    words = [word.removeprefix("--resume=") for word in sys.argv[1:] if word != "--resume"]
+    others = [word for word in words if Path(word) != args.resume]
     if others:
         fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
-    if not path.is_file():
+    if not (args.resume / "args.json").is_file():
         fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
     if (args.resume / "results.json").exists():
         fail(f"--resume {args.resume} is a finished run: its results.json is there; start a new one")
-    stored = json.loads(path.read_text())
-    if stored.keys() != vars(args).keys():
+    try:
+        stored = json.loads((args.resume / "args.json").read_text())
+    except ValueError as error:
+        fail(f"--resume {args.resume}: its args.json is damaged ({error}); start a new run")
+    if not isinstance(stored, dict) or stored.keys() != plain_args(args).keys():
         fail(f"--resume {args.resume} is a run of another script or version; use what started it")
     paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
     return type(args)(**{**stored, **paths, "resume": args.resume})
@@ -569,7 +572,7 @@ def warmup_cosine(step, steps, peak):
 def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=None):
     """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
 
-    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch.    After each step
+    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. After each step
     `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
     for a checkpoint, at the end of an epoch. Exits with status 1 when the loss is not finite.
     """
@@ -619,7 +622,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         progress.set_postfix(epoch=epoch + 1, loss=f"{value:.4f}", held_out=f"{held_out_loss:.4f}")
         order_state = order.get_state()
         if pause:
-            pause(state, due=args.checkpoint_frequency > 0)
+            pause(state, due=args.checkpoint_frequency > 0 or step == steps)
     progress.close()
     return held_out_loss
 
@@ -1082,7 +1085,7 @@ def write_whole(path, write):
     path = Path(path)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -1137,34 +1140,43 @@ def save_checkpoint(run_dir, writer, content):
     Where it cannot be written the run goes on, with a warning, and an earlier checkpoint stands.
     """
     try:
+        if not run_dir.is_dir():
+            raise FileNotFoundError(f"the run's folder {run_dir} is gone; give it back")
         writer.flush()
-        events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
+        events = {}
+        for path in run_dir.glob("events.*"):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            events[path.name] = path.stat().st_size
         content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
     except OSError as error:
         print(f"warning: {error}; the run goes on, and an earlier checkpoint stands", file=sys.stderr)
 
 
-def load_checkpoint(run_dir, device):
+def load_checkpoint(run_dir, args, device):
     """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
 
     What TensorBoard got after that moment is cut off, since it will come again. Exits with status 2 if the checkpoint
-    is damaged, or was written by another script or by other versions: the run would go on differently.
+    is damaged, or of another script, other arguments, versions or kind of device: the run would go on differently.
     """
     path, content = run_dir / "checkpoint.pt", {}
     if path.exists():
         content = read_checkpoint(path, "--resume", device)
-        if content.get("script") != Path(__file__).stem:
-            fail(f"--resume {run_dir} is a run of {content.get('script')}.py; resume it with that")
-        for package, number in package_versions().items():
-            if content["versions"].get(package) != number:
-                fail(f"--resume {run_dir} ran with {package} {content['versions'].get(package)}, and this is {number}; "
-                     f"install that version")
+        here = {"script": Path(__file__).stem, "device": device.type, **plain_args(args), **package_versions()}
+        there = {"script": content.get("script"), "device": content.get("device"), **content.get("args", {}),
+                 **content.get("versions", {})}
+        for name, value in here.items():
+            if there.get(name) != value:
+                fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
+                     f"with what started it")
     for file in run_dir.glob("events.*"):
         if file.name in content.get("events", {}):
-            os.truncate(file, content["events"][file.name])
+            os.truncate(file, min(content["events"][file.name], file.stat().st_size))
         else:
             file.unlink()
+    for file in run_dir.glob(".[0-9]*.*"):  # a write that was cut off
+        file.unlink()
     return content
 
 
@@ -1193,8 +1205,9 @@ def mae_sizes(args):
 
 
 def plain_args(args):
-    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take; without --resume."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+            if name != "resume"}
 
 
 def save_mae(path, mae, args, salient_counts):
@@ -1255,6 +1268,7 @@ def look_at_all_patches(mae, frames):
 
 if __name__ == "__main__":
     sys.excepthook = one_line_for_files
+    signals = Signals()
     args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
     check_args(args)
     if args.method == "de-rainbow-p":  # Table 12 (where a run is resumed, this changes nothing)
@@ -1280,7 +1294,7 @@ if __name__ == "__main__":
     game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
     name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     run_dir = args.resume or Path("runs") / name
-    checkpoint = load_checkpoint(run_dir, device) if args.resume else {}
+    checkpoint = load_checkpoint(run_dir, args, device) if args.resume else {}
     training = checkpoint.get("training")  # None where training has not begun
     mae_checkpoint = run_dir / "mae.pt" if training else args.mae_checkpoint  # None where it is still to be trained
 
@@ -1300,12 +1314,12 @@ if __name__ == "__main__":
         write_json(run_dir / "args.json", plain_args(args))
     writer = SummaryWriter(run_dir)
     seconds.update(checkpoint.get("seconds", {}))
-    signals = Signals()
 
     def pause(phase, state, due):
         """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
         if due or signals.number:
-            save_checkpoint(run_dir, writer, {phase: state(), "seconds": dict(seconds)})
+            save_checkpoint(run_dir, writer, {phase: state(), "seconds": dict(seconds), "args": plain_args(args),
+                                              "device": device.type})
         if signals.number:
             print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
             sys.exit(128 + signals.number)
@@ -1322,7 +1336,8 @@ if __name__ == "__main__":
             signals.at_once = True
             del frames
         mae.eval().requires_grad_(False)
-        save_mae(run_dir / "mae.pt", mae, args, salient_counts)
+        if not training:
+            save_mae(run_dir / "mae.pt", mae, args, salient_counts)
 
     # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
     torch.manual_seed(args.seed)
@@ -1405,13 +1420,21 @@ if __name__ == "__main__":
         for action in actions_played:
             observation, *_ = envs.step(np.array([action]))
         if not np.array_equal(observation, training["observation"].cpu().numpy()):
-            sys.exit(f"error: --resume {run_dir}: the game does not come back to where it was at step {step}; ale-py "
-                     f"{version('ale-py')} plays it differently from the one that was saved")
-        del training["replay"]  # the checkpoint's own copy of what is in use now
+            sys.exit(f"error: --resume {run_dir}: the game does not come back to where it was at step {step} "
+                     f"(ale-py {version('ale-py')}, as then); the checkpoint is of another game or machine")
+        print(f"going on from step {step}")
     logged_at, logged_step = time.perf_counter(), step
 
     def evaluation_is_due():
-        return step == args.total_timesteps or args.eval_frequency and step % args.eval_frequency == 0
+        return step > 0 and (step == args.total_timesteps or args.eval_frequency and step % args.eval_frequency == 0)
+
+    def finite(metrics):
+        """The metrics of an update as numbers; ends the run, before anything of it is saved, if one is not finite."""
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if not all(map(math.isfinite, metrics.values())):
+            sys.exit(f"error: step {step}: {metrics} is not finite; the last checkpoint is from before, and a smaller "
+                     f"--learning-rate may help")
+        return metrics
 
     def evaluate_now():
         """Evaluate, and keep the weights that the report will be about. A signal ends the program at once."""
@@ -1429,10 +1452,11 @@ if __name__ == "__main__":
             content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step}
             write_whole(run_dir / "agent.pt", lambda temporary: torch.save(content, temporary))
 
-    if training and evaluation_is_due():  # the checkpoint was written just before
-        evaluate_now()
+    if evaluation_is_due() and (not evaluations or evaluations[-1]["step"] < step):
+        evaluate_now()  # the run was stopped in it: the checkpoint is written before
     signals.at_once = False  # from here on a step is finished and saved first
-    pause("training", training_state, due=training is None and args.checkpoint_frequency > 0)
+    pause("training", training_state, due=training is None)
+    metrics = {}
     progress = tqdm(range(step + 1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02, initial=step,
                     total=args.total_timesteps)
     for step in progress:
@@ -1475,10 +1499,7 @@ if __name__ == "__main__":
             if updates % args.target_update_frequency == 0:
                 target.load_state_dict(online.state_dict())
             if updates % 100 == 0:
-                metrics = {name: float(value) for name, value in metrics.items()}
-                if not all(map(math.isfinite, metrics.values())):
-                    sys.exit(f"error: step {step}: {metrics} is not finite; try a smaller --learning-rate")
-                for name, value in metrics.items():
+                for name, value in finite(metrics).items():
                     writer.add_scalar({"q": "charts/q"}.get(name, f"losses/{name}"), value, step)
 
         if step % 100 == 0:
@@ -1488,6 +1509,8 @@ if __name__ == "__main__":
             progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games)
 
         due = evaluation_is_due() or args.checkpoint_frequency and step % args.checkpoint_frequency == 0
+        if due or signals.number:
+            finite(metrics)  # a checkpoint is of a healthy run
         pause("training", training_state, due)
         if evaluation_is_due():
             paused_at = time.perf_counter()

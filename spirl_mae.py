@@ -193,16 +193,19 @@ def resumed_args(args):
     """The arguments of the run that --resume names, or, without that flag, `args` themselves."""
     if args.resume is None:
         return args
-    others = [word for word in sys.argv[1:] if word not in ("--resume", str(args.resume), f"--resume={args.resume}")]
-    path = args.resume / "args.json"
+    words = [word.removeprefix("--resume=") for word in sys.argv[1:] if word != "--resume"]
+    others = [word for word in words if Path(word) != args.resume]
     if others:
         fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
-    if not path.is_file():
+    if not (args.resume / "args.json").is_file():
         fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
     if (args.resume / "results.json").exists():
         fail(f"--resume {args.resume} is a finished run: its results.json is there; start a new one")
-    stored = json.loads(path.read_text())
-    if stored.keys() != vars(args).keys():
+    try:
+        stored = json.loads((args.resume / "args.json").read_text())
+    except ValueError as error:
+        fail(f"--resume {args.resume}: its args.json is damaged ({error}); start a new run")
+    if not isinstance(stored, dict) or stored.keys() != plain_args(args).keys():
         fail(f"--resume {args.resume} is a run of another script or version; use what started it")
     paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
     return type(args)(**{**stored, **paths, "resume": args.resume})
@@ -461,7 +464,7 @@ def warmup_cosine(step, steps, peak):
 def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=None):
     """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
 
-    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch.    After each step
+    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. After each step
     `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
     for a checkpoint, at the end of an epoch. Exits with status 1 when the loss is not finite.
     """
@@ -511,7 +514,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         progress.set_postfix(epoch=epoch + 1, loss=f"{value:.4f}", held_out=f"{held_out_loss:.4f}")
         order_state = order.get_state()
         if pause:
-            pause(state, due=args.checkpoint_frequency > 0)
+            pause(state, due=args.checkpoint_frequency > 0 or step == steps)
     progress.close()
     return held_out_loss
 
@@ -955,7 +958,7 @@ def write_whole(path, write):
     path = Path(path)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -1010,34 +1013,43 @@ def save_checkpoint(run_dir, writer, content):
     Where it cannot be written the run goes on, with a warning, and an earlier checkpoint stands.
     """
     try:
+        if not run_dir.is_dir():
+            raise FileNotFoundError(f"the run's folder {run_dir} is gone; give it back")
         writer.flush()
-        events = {file.name: file.stat().st_size for file in run_dir.glob("events.*")}
+        events = {}
+        for path in run_dir.glob("events.*"):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            events[path.name] = path.stat().st_size
         content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
     except OSError as error:
         print(f"warning: {error}; the run goes on, and an earlier checkpoint stands", file=sys.stderr)
 
 
-def load_checkpoint(run_dir, device):
+def load_checkpoint(run_dir, args, device):
     """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
 
     What TensorBoard got after that moment is cut off, since it will come again. Exits with status 2 if the checkpoint
-    is damaged, or was written by another script or by other versions: the run would go on differently.
+    is damaged, or of another script, other arguments, versions or kind of device: the run would go on differently.
     """
     path, content = run_dir / "checkpoint.pt", {}
     if path.exists():
         content = read_checkpoint(path, "--resume", device)
-        if content.get("script") != Path(__file__).stem:
-            fail(f"--resume {run_dir} is a run of {content.get('script')}.py; resume it with that")
-        for package, number in package_versions().items():
-            if content["versions"].get(package) != number:
-                fail(f"--resume {run_dir} ran with {package} {content['versions'].get(package)}, and this is {number}; "
-                     f"install that version")
+        here = {"script": Path(__file__).stem, "device": device.type, **plain_args(args), **package_versions()}
+        there = {"script": content.get("script"), "device": content.get("device"), **content.get("args", {}),
+                 **content.get("versions", {})}
+        for name, value in here.items():
+            if there.get(name) != value:
+                fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
+                     f"with what started it")
     for file in run_dir.glob("events.*"):
         if file.name in content.get("events", {}):
-            os.truncate(file, content["events"][file.name])
+            os.truncate(file, min(content["events"][file.name], file.stat().st_size))
         else:
             file.unlink()
+    for file in run_dir.glob(".[0-9]*.*"):  # a write that was cut off
+        file.unlink()
     return content
 
 
@@ -1066,8 +1078,9 @@ def mae_sizes(args):
 
 
 def plain_args(args):
-    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take; without --resume."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+            if name != "resume"}
 
 
 def save_mae(path, mae, args, salient_counts):
@@ -1115,6 +1128,7 @@ def load_mae(path, mae, args):
 
 if __name__ == "__main__":
     sys.excepthook = one_line_for_files
+    signals = Signals()
     args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
     check_args(args)
     device = pick_device(args.device)
@@ -1131,7 +1145,7 @@ if __name__ == "__main__":
     game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
     name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     run_dir = args.resume or Path("runs") / name
-    checkpoint = load_checkpoint(run_dir, device) if args.resume else {}
+    checkpoint = load_checkpoint(run_dir, args, device) if args.resume else {}
 
     torch.manual_seed(args.seed)
     with torch.device(device):
@@ -1147,7 +1161,6 @@ if __name__ == "__main__":
     if not args.resume:
         write_json(run_dir / "args.json", plain_args(args))
     seconds.update(checkpoint.get("seconds", {}))
-    signals = Signals()
 
     print("part      parameters")  # Table 4
     for part, prefixes in (("encoder", ("patch_embed", "blocks", "norm")), ("decoder", ("decoder_",)),
@@ -1172,6 +1185,7 @@ if __name__ == "__main__":
                 """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
                 if due or signals.number:
                     content = {"pretraining": state(), "curves": curves, "seconds": dict(seconds)}
+                    content |= {"args": plain_args(args), "device": device.type}
                     save_checkpoint(run_dir, writer, content)
                 if signals.number:
                     print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)

@@ -58,8 +58,8 @@ def whole(tmp_path_factory):
 def test_killed_at_any_instant(tmp_path, whole, request):
     """kill -9 at random instants of the whole run, one a run; `--kills 20` for more."""
     path, duration = whole
-    rng = random.Random()
-    instants = [rng.uniform(0.15, 1.0) * duration for _ in range(request.config.getoption("--kills"))]
+    rng, kills = random.Random(), request.config.getoption("--kills")
+    instants = [rng.uniform(i, i + 1) / kills * duration for i in range(kills)]  # one in each part of the run
 
     def survive(kill):
         number, instant = kill
@@ -70,17 +70,19 @@ def test_killed_at_any_instant(tmp_path, whole, request):
         folder = tmp_path / "runs" / f"kill{number}"
         if not (folder / "args.json").exists() or (folder / "results.json").exists():
             return "before or after the run"
-        reached = "training" if (folder / "mae.pt").exists() else "pre-training"
-        left = {file.name for file in folder.glob(".*")}  # a write was cut off
-        done = run(tmp_path, "--resume", folder)
-        assert done.returncode == 0, (instant, reached, done.stderr[-2000:])
-        for name in left:
-            (folder / name).unlink()
+        content = {}
+        if (folder / "checkpoint.pt").exists():
+            content = torch.load(folder / "checkpoint.pt", weights_only=True)
+        done = run(tmp_path, "--resume", f"{folder}/")
+        assert done.returncode == 0, (instant, content.keys(), done.stderr[-2000:])
+        if "training" in content:  # it did not begin anew
+            assert f"going on from step {content['training']['counters'][0]}" in done.stdout
         same_end(path, folder)
-        return reached
+        return "training" if "training" in content else "pre-training" if content else "no checkpoint yet"
 
     with ThreadPoolExecutor(2) as pool:
         reached = list(pool.map(survive, enumerate(instants)))
+    assert "training" in reached
     print("killed at", [round(instant, 1) for instant in instants], "in", reached)
 
 
@@ -166,12 +168,18 @@ def test_damaged_checkpoints_are_refused(tmp_path, stopped, capsys, monkeypatch)
 
 def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole):
     changed = {}
-    for name, change in (("foreign", {"script": "spirl_baselines"}), ("older", {"versions": {"torch": "2.5.0"}})):
+    content = torch.load(stopped / "checkpoint.pt", weights_only=True)
+    args, versions = content["args"], content["versions"]
+    for name, change in (("foreign", {"script": "spirl_baselines"}),
+                         ("older", {"versions": versions | {"torch": "2.5.0"}}),
+                         ("game", {"args": args | {"env_id": "ALE/Seaquest-v5"}}),
+                         ("size", {"args": args | {"buffer_size": 999}}), ("device", {"device": "cuda"})):
         changed[name] = tmp_path / name
         changed[name].mkdir()
         (changed[name] / "args.json").write_text((stopped / "args.json").read_text())
-        content = torch.load(stopped / "checkpoint.pt", weights_only=True) | change
-        torch.save(content, changed[name] / "checkpoint.pt")
+        torch.save(content | change, changed[name] / "checkpoint.pt")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/args.json").write_text('{"seed": 1')
     (tmp_path / "args").mkdir()
     (tmp_path / "args/args.json").write_text("{}")
     table = [
@@ -179,8 +187,12 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole):
         (["--resume", tmp_path / "nowhere"], "is not the folder of a run"),
         (["--resume", whole[0]], "is a finished run"),
         (["--resume", tmp_path / "args"], "is a run of another script or version"),
-        (["--resume", changed["foreign"]], "is a run of spirl_baselines.py"),
-        (["--resume", changed["older"]], "ran with python None"),
+        (["--resume", changed["foreign"]], "has script spirl_baselines, and this is spirl_rainbow"),
+        (["--resume", changed["older"]], "has torch 2.5.0, and this is"),
+        (["--resume", changed["game"]], "has env_id ALE/Seaquest-v5, and this is ALE/Frostbite-v5"),
+        (["--resume", changed["size"]], "has buffer_size 999, and this is 150"),
+        (["--resume", changed["device"]], "has device cuda, and this is cpu"),
+        (["--resume", tmp_path / "broken"], "its args.json is damaged"),
     ]
     before = sorted(path.name for path in tmp_path.rglob("*"))
     with ThreadPoolExecutor(2) as pool:
@@ -193,7 +205,7 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole):
 
 def test_a_failed_write_leaves_the_earlier_file(tmp_path):
     """A real failure half way, from the limit on a file's size that the system sets."""
-    path = tmp_path / "some/file.pt"
+    path = tmp_path / "some/file.pt"  # its folder is made
     spirl.write_whole(path, lambda temporary: torch.save(torch.zeros(10), temporary))
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
