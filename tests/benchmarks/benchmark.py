@@ -141,8 +141,8 @@ def error_map(args, device):
         batched = milliseconds(lambda: spirl.reconstruction_error_map(mae, eight), device, 3, 1) / 8  # noqa: B023
         sixths = ", ".join(f"{part.mean():.1f}" for part in np.array_split(np.array(misses), 6))
         print(f"| {game} | {plain:.0f} | {batched:.0f} | {cached:.1f} | {plain / cached:.1f} | {sixths} | "
-              f"{largest:.1e} | {other_k} of {compared}, {int(near)} near-ties | {min(rates):.0f} to {max(rates):.0f} |",
-              flush=True)
+              f"{largest:.1e} | {other_k} of {compared}, {int(near)} near-ties | "
+              f"{min(rates):.0f} to {max(rates):.0f} |", flush=True)
 
 
 def learner(device, patches=None, capacity=20_000):
