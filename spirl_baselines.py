@@ -1111,7 +1111,7 @@ def write_json(path, content):
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2, default=str) + "\n"))
 
 
-def read_checkpoint(path, flag, device):
+def read_checkpoint(path, flag, device, kind="a checkpoint"):
     """The content of a .pt file, tensors on the device, no code run from it. Exits with status 2 if it is damaged."""
     try:
         with zipfile.ZipFile(path) as file:
@@ -1125,7 +1125,7 @@ def read_checkpoint(path, flag, device):
         return content
     except Exception as error:  # a damaged or foreign file can fail in any way
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        fail(f"{flag} {path} is not a checkpoint of ours ({reason}); give another")
+        fail(f"{flag} {path} is not {kind} ({reason}); give another")
 
 
 def package_versions():
@@ -1226,7 +1226,7 @@ def load_mae(path, mae, args):
 
     Takes mae.pt and what facebookresearch/mae and the authors' code save: {"model": state dict, "args": Namespace}.
     """
-    content = read_checkpoint(path, "--mae-checkpoint", mae.pos_embed.device)
+    content = read_checkpoint(path, "--mae-checkpoint", mae.pos_embed.device, "a MAE checkpoint")
     try:
         state = content["model"]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
