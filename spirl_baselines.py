@@ -1163,9 +1163,9 @@ def load_checkpoint(run_dir, args, device):
     path, content = run_dir / "checkpoint.pt", {}
     if path.exists():
         content = read_checkpoint(path, "--resume", device)
-        here = {"script": Path(__file__).stem, "device": device.type, **plain_args(args), **package_versions()}
-        there = {"script": content.get("script"), "device": content.get("device"), **content.get("args", {}),
-                 **content.get("versions", {})}
+        here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
+        there = {"script": content.get("script"), "device_type": content.get("device_type"),
+                 **content.get("args", {}), **content.get("versions", {})}
         for name, value in here.items():
             if there.get(name) != value:
                 fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
@@ -1319,7 +1319,7 @@ if __name__ == "__main__":
         """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
         if due or signals.number:
             save_checkpoint(run_dir, writer, {phase: state(), "seconds": dict(seconds), "args": plain_args(args),
-                                              "device": device.type})
+                                              "device_type": device.type})
         if signals.number:
             print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
             sys.exit(128 + signals.number)

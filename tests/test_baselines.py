@@ -95,7 +95,8 @@ def test_memory_of_a_100k_replay():
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_on_two_games(tmp_path, method):
     """Frostbite in the 100K setting's regime, MsPacman in the 400K setting's, both in small."""
-    flags = {"frostbite": small(method, "--total-timesteps", "240", "--capture-video"),
+    flags = {"frostbite": small(method, "--total-timesteps", "240",
+                                *(["--capture-video"] if method != "de-rainbow-p" else [])),
              "mspacman": small(method, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", "240", "--train-frequency",
                                "4", "--eval-frequency", "135")}
     with ThreadPoolExecutor(2) as pool:
@@ -105,7 +106,8 @@ def test_each_method_on_two_games(tmp_path, method):
     assert results["method"] == method and results["steps"] == steps and results["updates"] == 120
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
     of_mae = {"mae.pt", "figures/policy_attention.png"} if method == "mae-all" else set()
-    assert names == {"args.json", "agent.pt", "results.json", "videos/policy.gif"} | of_mae
+    of_video = {"videos/policy.gif"} if method != "de-rainbow-p" else set()
+    assert names == {"args.json", "agent.pt", "results.json"} | of_video | of_mae
     assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
     phases = {"store", "environment", "act", "update", "evaluate", "encode"}
     assert results["seconds"].keys() == phases | ({"collect", "pretrain"} if method == "mae-all" else set())

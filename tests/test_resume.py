@@ -173,7 +173,7 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole):
     for name, change in (("foreign", {"script": "spirl_baselines"}),
                          ("older", {"versions": versions | {"torch": "2.5.0"}}),
                          ("game", {"args": args | {"env_id": "ALE/Seaquest-v5"}}),
-                         ("size", {"args": args | {"buffer_size": 999}}), ("device", {"device": "cuda"})):
+                         ("size", {"args": args | {"buffer_size": 999}}), ("device", {"device_type": "cuda"})):
         changed[name] = tmp_path / name
         changed[name].mkdir()
         (changed[name] / "args.json").write_text((stopped / "args.json").read_text())
@@ -191,7 +191,7 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole):
         (["--resume", changed["older"]], "has torch 2.5.0, and this is"),
         (["--resume", changed["game"]], "has env_id ALE/Seaquest-v5, and this is ALE/Frostbite-v5"),
         (["--resume", changed["size"]], "has buffer_size 999, and this is 150"),
-        (["--resume", changed["device"]], "has device cuda, and this is cpu"),
+        (["--resume", changed["device"]], "has device_type cuda, and this is cpu"),
         (["--resume", tmp_path / "broken"], "its args.json is damaged"),
     ]
     before = sorted(path.name for path in tmp_path.rglob("*"))
@@ -219,19 +219,22 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path):
     assert path.read_bytes() == before and sorted(file.name for file in tmp_path.rglob("*")) == ["file.pt", "some"]
 
 
-@pytest.mark.parametrize("limit, what", [(60_000, "mae.pt"), (10_000_000, "checkpoint.pt")])
-def test_a_run_on_a_full_disk(tmp_path, limit, what):
+def test_a_run_on_a_full_disk(tmp_path):
     """mae.pt is a result: the run ends with one line. A checkpoint is not: it goes on, with a warning."""
-    command = [sys.executable, ROOT / "spirl_rainbow.py", *map(str, TINY), "--run-name", "full"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(
-        resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)))
-    assert f"{what} cannot be written" in done.stderr and "Traceback" not in done.stderr
-    if what == "checkpoint.pt":
-        assert done.returncode == 0 and (tmp_path / "runs/full/results.json").exists()
-    else:
-        assert done.returncode == 1
-        done = run(tmp_path, "--resume", "runs/full")  # with room again
-        assert done.returncode == 0 and (tmp_path / "runs/full/results.json").exists()
+
+    def fill(limit, what):
+        command = [sys.executable, ROOT / "spirl_rainbow.py", *map(str, TINY), "--run-name", what]
+        limits = limit, resource.RLIM_INFINITY
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+        assert f"{what} cannot be written" in done.stderr and "Traceback" not in done.stderr
+        return done.returncode
+
+    with ThreadPoolExecutor(2) as pool:
+        statuses = list(pool.map(fill, (60_000, 10_000_000), ("mae.pt", "checkpoint.pt")))
+    assert statuses == [1, 0] and (tmp_path / "runs/checkpoint.pt/results.json").exists()
+    done = run(tmp_path, "--resume", "runs/mae.pt")  # with room again
+    assert done.returncode == 0 and (tmp_path / "runs/mae.pt/results.json").exists()
 
 
 def test_the_replay_must_fit(tmp_path):

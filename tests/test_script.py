@@ -159,17 +159,17 @@ def test_the_target_is_copied_and_beta_grows_to_one(tmp_path, small_run, monkeyp
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_every_padding_and_pooling_on_two_games(tmp_path, small_run, padding, pooling):
     """Frostbite with the MAE of the first run, MsPacman with one of its own; the 400K setting's regime for half."""
-    both = ["--padding", padding, "--pooling", pooling, "--total-timesteps", "200"]
+    both = ["--padding", padding, "--pooling", pooling, "--total-timesteps", "160"]
     flags = {"frostbite": [*SMALL, *both, "--mae-checkpoint", small_run[1] / "mae.pt"],
              "mspacman": [*SMALL, *both, "--env-id", "ALE/MsPacman-v5", "--train-frequency", "4",
-                          "--eval-frequency", "100"]}
+                          "--eval-frequency", "80"]}
     with ThreadPoolExecutor(2) as pool:  # two runs at once, of one thread each
         runs = pool.map(lambda name: finished(tmp_path, name, *flags[name]), flags)
         (path, results), (_, other) = runs
-    assert results["updates"] == 80 and "pretrain" not in results["seconds"]
+    assert results["updates"] == 40 and "pretrain" not in results["seconds"]
     weights = [torch.load(folder / "mae.pt", weights_only=True)["model"] for folder in (path, small_run[1])]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert other["updates"] == 20 and [e["step"] for e in other["evaluations"]] == [100, 200]
+    assert other["updates"] == 10 and [e["step"] for e in other["evaluations"]] == [80, 160]
     assert other["protocol"].startswith("best median")
     best = max(other["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
     assert other["scores"] == best["scores"] and other["median"] == np.median(best["scores"])
