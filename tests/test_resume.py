@@ -82,7 +82,6 @@ def test_killed_at_any_instant(tmp_path, whole, request):
 
     with ThreadPoolExecutor(2) as pool:
         reached = list(pool.map(survive, enumerate(instants)))
-    assert "training" in reached
     print("killed at", [round(instant, 1) for instant in instants], "in", reached)
 
 
