@@ -30,14 +30,17 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import functools
+import fcntl
+import io
 import json
 import math
 import os
 import platform
+import re
 import resource
 import signal
 import sys
+import threading
 import time
 import zipfile
 from collections import defaultdict, deque
@@ -191,8 +194,25 @@ def fail(message):
     raise SystemExit(2)
 
 
+def parse_args():
+    """The command line as Args, or those of the run that --resume names. tyro's boxes of errors become one line."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        text = " ".join(line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()[1:-1])
+        fail(re.sub(r"\s*─+\s*", "; ", text))
+    return resumed_args(args)
+
+
 def check_common_args(args):
     """Stop with one clear line if an argument that the scripts share cannot work."""
+    counts = ("seed", "checkpoint_frequency", "mae_frames", "mae_epochs", "error_cache_size", "total_timesteps",
+              "learning_starts", "train_frequency", "buffer_size", "target_update_frequency", "max_episode_frames",
+              "eval_frequency")  # of steps, frames, entries; other integers are sizes
     for name, value in vars(args).items():  # what holds for a field holds for all fields of its kind
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -204,8 +224,9 @@ def check_common_args(args):
                                "priority_weight")
         if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
             fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
-        if isinstance(value, int) and value >= 2**31:
-            fail(f"{flag} is {value}; give a number below 2**31")
+        bits = 31 if name in counts or isinstance(value, float) else 14
+        if abs(value) >= 2**bits:
+            fail(f"{flag} is {value}; give a number below 2**{bits}")
         shares = ("gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight",
                   "eval_epsilon")
         if name in shares and value > 1:
@@ -305,17 +326,18 @@ def pick_device(name):
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
 
 
-def check_memory(needed, device, flag):
-    """Stop with one clear line if the `needed` bytes of the replay are more than what is free on the device."""
+def check_memory(needs, device):
+    """Stop with one clear line if what a run will hold, {the flag that sets its size: bytes}, is more than is free."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif Path("/proc/meminfo").exists():  # Linux: free, and what the system would give back
         free = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable")) * 1024
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > free:
-        fail(f"--buffer-size: the replay needs {needed / 1e9:.1f} GB and {device} has {free / 1e9:.1f} GB free; give "
-             f"a smaller {flag}")
+    if sum(needs.values()) > free:
+        parts = ", ".join(f"{flag} takes {size / 1e9:.1f} GB" for flag, size in needs.items())
+        largest = max(needs, key=needs.get)
+        fail(f"{largest} is too large: {parts}, and {device} has {free / 1e9:.1f} GB free; give a smaller {largest}")
 
 
 def check_compiler(device):
@@ -574,7 +596,8 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
 
     `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. After each step
     `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
-    for a checkpoint, at the end of an epoch. Exits with status 1 when the loss is not finite.
+    for a checkpoint, at the end of an epoch. Where the loss or the gradient is not finite it asks for one from before
+    that step, and exits with status 1.
     """
     frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
     decayed = [p for p in mae.parameters() if p.ndim > 1]
@@ -589,8 +612,8 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
     if resumed:
         mae.load_state_dict(resumed["model"])
         optimizer.load_state_dict(resumed["optimizer"])
-        order.set_state(resumed["order"].cpu())
-        masks.set_state(resumed["masks"].cpu())
+        order.set_state(resumed["order"])
+        masks.set_state(resumed["masks"])
         step = resumed["step"]
 
     def state():
@@ -606,11 +629,14 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
-            value = loss.item()
-            if not math.isfinite(value):
-                sys.exit(f"error: the MAE's loss is {value} at step {step + 1}; try a smaller --mae-learning-rate")
             optimizer.zero_grad()
             loss.backward()
+            value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
+            if not math.isfinite(value + norm):
+                if pause:
+                    pause(state, due=True)
+                sys.exit(f"error: MAE's loss is {value}, its gradient's norm {norm} at step {step + 1}; the checkpoint "
+                         "is from before it; start anew with a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -710,9 +736,10 @@ class Replay:
         return {name: getattr(self, name) for name in names} | {"waiting": list(self.waiting)}
 
     def load_state_dict(self, state):
-        """Put back what state_dict returned."""
+        """Put back what state_dict returned, tensors in place: the device never holds two of them."""
         for name, value in state.items():
-            setattr(self, name, deque(value) if name == "waiting" else value)
+            setattr(self, name, getattr(self, name).copy_(value) if torch.is_tensor(value) else value)
+        self.waiting = deque(self.waiting)
 
     def stacks(self, slots):
         """The observations that end in slots (B,): frames (B, F, *frame_shape), oldest first, and counts (B, F)."""
@@ -749,8 +776,9 @@ class Replay:
         return self.actions[slots], returns, self.gamma**steps * bootstraps, (slots + steps) % self.capacity
 
     def set_priorities(self, slots, priorities):
-        """New priorities p (B,), at least 1e-6, of slots (B,)."""
+        """New priorities p (B,), at least 1e-6, of slots (B,); where p is not finite the old one stays."""
         powered = priorities.double().clamp(min=1e-6) ** self.alpha
+        powered = torch.where(powered.isfinite(), powered, self.priorities[slots])
         self.priorities[slots] = powered
         self.largest = torch.maximum(self.largest, powered.max())
 
@@ -928,6 +956,7 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, w
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
     """One update of the online network; returns tensors (0-dimensional): loss, q (mean) and grad_norm.
 
+    An update whose loss or gradient is not finite changes neither weights nor priorities. `optimizer` is a fused one.
     `loss_function` is c51_loss, or what torch.compile makes of it; in CUDA graphs the next call overwrites its results.
     """
     optimizer.zero_grad()
@@ -939,6 +968,8 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
                                         replay.stacks(next_slots), weights)
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm)
+    # A fused optimiser skips its step where found_inf is 1 (as for torch.amp.GradScaler): nobody waits to see it.
+    optimizer.found_inf = 1 - (loss.detach() + grad_norm).isfinite().float()
     optimizer.step()
     replay.set_priorities(slots, divergence)
     return {"loss": loss.detach(), "q": q, "grad_norm": grad_norm}
@@ -1085,7 +1116,7 @@ def write_whole(path, write):
     path = Path(path)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -1099,9 +1130,9 @@ def write_whole(path, write):
 
 
 def one_line_for_files(kind, error, traceback):
-    """An excepthook: what went wrong with a file is one line, any other error its traceback. The exit status is 1."""
-    if issubclass(kind, OSError):
-        print(f"error: {error}", file=sys.stderr)
+    """An excepthook: what went wrong with a file, or no memory, is one line; any other error its traceback."""
+    if issubclass(kind, OSError | MemoryError) or "allocate" in str(error):
+        print(f"error: {(str(error) or kind.__name__).splitlines()[0]}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
 
@@ -1111,15 +1142,15 @@ def write_json(path, content):
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2, default=str) + "\n"))
 
 
-def read_checkpoint(path, flag, device, kind="a checkpoint"):
-    """The content of a .pt file, tensors on the device, no code run from it. Exits with status 2 if it is damaged."""
+def read_checkpoint(path, flag, kind="a checkpoint"):
+    """The content of a .pt file, tensors on the CPU, no code run from it. Exits with status 2 if it is damaged."""
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()  # torch.load takes a flipped byte without a word
         if damaged:
             raise ValueError(f"{damaged} in it is damaged")
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
-            content = torch.load(path, map_location=device, weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
         return content
@@ -1134,15 +1165,48 @@ def package_versions():
     return {"python": platform.python_version(), **{package: version(package) for package in packages}}
 
 
-def save_checkpoint(run_dir, writer, content):
+class Curves:
+    """TensorBoard's event files in a folder. Where they cannot be written a run goes on, with a gap in its curves."""
+
+    def __init__(self, folder):
+        self.folder, self.writer = folder, None
+        self.flush()
+
+    def add_scalar(self, name, value, step):
+        """A point of a curve; it is dropped while the file cannot be written."""
+        self.attempt(lambda: self.writer and self.writer.add_scalar(name, value, step))
+
+    def flush(self):
+        """Everything to the file: to a new one where the last one failed or its folder is gone."""
+
+        def write():
+            if self.writer is None or not self.folder.is_dir():
+                self.writer = SummaryWriter(self.folder)
+            self.writer.flush()
+
+        self.attempt(write)
+
+    def attempt(self, write):
+        """Call `write()`; where that fails there is a warning, and no file until the next flush."""
+        try:
+            write()
+        except OSError as error:  # it comes from TensorBoard's thread, which has ended with it
+            print(f"warning: TensorBoard's curves cannot be written ({error}); they get a gap", file=sys.stderr)
+            self.writer = None
+
+
+def save_checkpoint(run_dir, curves, files, content):
     """Write checkpoint.pt with the dict `content`, and how long the event files are at this moment.
 
-    Where it cannot be written the run goes on, with a warning, and an earlier checkpoint stands.
+    Of `files`, {name: a function that writes it}, what somebody removed is written again. Where any of it cannot be
+    written there is a warning, the run goes on, and an earlier checkpoint stands.
     """
     try:
-        if not run_dir.is_dir():
-            raise FileNotFoundError(f"the run's folder {run_dir} is gone; give it back")
-        writer.flush()
+        for name, write in files.items():
+            if not (run_dir / name).exists():
+                print(f"warning: {run_dir / name} is gone; it is written again", file=sys.stderr)
+                write()
+        curves.flush()
         events = {}
         for path in run_dir.glob("events.*"):
             with open(path, "rb") as file:
@@ -1151,7 +1215,19 @@ def save_checkpoint(run_dir, writer, content):
         content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
     except OSError as error:
-        print(f"warning: {error}; the run goes on, and an earlier checkpoint stands", file=sys.stderr)
+        print(f"warning: {error}; an earlier checkpoint stands", file=sys.stderr)
+
+
+def lock_run(run_dir):
+    """Keep other processes off a run while this one lives: the file that holds the lock. Status 2 if one is at it."""
+    lock = open(run_dir / "args.json")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"--resume {run_dir} is a run that is going on in another process; wait for its end, or stop it")
+    except OSError:
+        pass  # a file system without locks
+    return lock
 
 
 def load_checkpoint(run_dir, args, device):
@@ -1162,7 +1238,7 @@ def load_checkpoint(run_dir, args, device):
     """
     path, content = run_dir / "checkpoint.pt", {}
     if path.exists():
-        content = read_checkpoint(path, "--resume", device)
+        content = read_checkpoint(path, "--resume")
         here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
         there = {"script": content.get("script"), "device_type": content.get("device_type"),
                  **content.get("args", {}), **content.get("versions", {})}
@@ -1187,14 +1263,20 @@ class Signals:
     """
 
     def __init__(self):
-        self.number, self.at_once = 0, True
+        self.number, self.at_once, self.run_dir = 0, True, None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.receive)
 
     def receive(self, number, frame):
         if self.at_once or self.number:
-            raise SystemExit(128 + number)
+            self.stop(number)
         self.number = number
+
+    def stop(self, number):
+        """End the program, with the way to go on where there is a run."""
+        if self.run_dir:
+            print(f"stopped; go on with --resume {self.run_dir}", file=sys.stderr)
+        sys.exit(128 + number)
 
 
 def mae_sizes(args):
@@ -1226,7 +1308,7 @@ def load_mae(path, mae, args):
 
     Takes mae.pt and what facebookresearch/mae and the authors' code save: {"model": state dict, "args": Namespace}.
     """
-    content = read_checkpoint(path, "--mae-checkpoint", mae.pos_embed.device, "a MAE checkpoint")
+    content = read_checkpoint(path, "--mae-checkpoint", "a MAE checkpoint")
     try:
         state = content["model"]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
@@ -1268,8 +1350,10 @@ def look_at_all_patches(mae, frames):
 
 if __name__ == "__main__":
     sys.excepthook = one_line_for_files
+    # TensorBoard's thread: where it fails to write, Curves says so.
+    threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or threading.__excepthook__(failed)
     signals = Signals()
-    args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
+    args = parse_args()
     check_args(args)
     if args.method == "de-rainbow-p":  # Table 12 (where a run is resumed, this changes nothing)
         random_steps = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
@@ -1278,7 +1362,10 @@ if __name__ == "__main__":
     device = pick_device(args.device)
     patches = (args.image_size // args.patch_size) ** 2
     frame_bytes = patches * args.encoder_dim * 2 if args.method == "mae-all" else 84 * 84
-    check_memory(args.buffer_size * (frame_bytes + 30), device, "--buffer-size")
+    check_memory({"--buffer-size": args.buffer_size * (frame_bytes + 30)}, device)
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    if args.method == "mae-all" and not args.mae_checkpoint:
+        check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3}, torch.device("cpu"))
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.compile:
@@ -1294,8 +1381,9 @@ if __name__ == "__main__":
     game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
     name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     run_dir = args.resume or Path("runs") / name
+    lock = lock_run(run_dir) if args.resume else None
     checkpoint = load_checkpoint(run_dir, args, device) if args.resume else {}
-    training = checkpoint.get("training")  # None where training has not begun
+    training = checkpoint.pop("training", None)  # None where training has not begun
     mae_checkpoint = run_dir / "mae.pt" if training else args.mae_checkpoint  # None where it is still to be trained
 
     # The masked auto-encoder of MAE-All, loaded or still to be trained.
@@ -1310,34 +1398,41 @@ if __name__ == "__main__":
     except OSError as error:
         fail(f"--run-name: the new folder {run_dir} cannot be made ({error.strerror}); give another name")
     print(f"{args.method}, device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
+    files = {"args.json": lambda: write_json(run_dir / "args.json", plain_args(args))}  # what --resume needs
     if not args.resume:
-        write_json(run_dir / "args.json", plain_args(args))
-    writer = SummaryWriter(run_dir)
+        files["args.json"]()
+    lock = lock or lock_run(run_dir)
+    signals.run_dir = run_dir
+    curves = Curves(run_dir)
     seconds.update(checkpoint.get("seconds", {}))
 
     def pause(phase, state, due):
         """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
         if due or signals.number:
-            save_checkpoint(run_dir, writer, {phase: state(), "seconds": dict(seconds), "args": plain_args(args),
-                                              "device_type": device.type})
+            with clock("checkpoint"):
+                save_checkpoint(run_dir, curves, files, {phase: state(), "seconds": dict(seconds),
+                                                         "args": plain_args(args), "device_type": device.type})
         if signals.number:
-            print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
-            sys.exit(128 + signals.number)
+            signals.stop(signals.number)
+
+    def pause_pretraining(state, due):
+        seconds["pretrain"] = time.perf_counter() - pretraining_began
+        pause("pretraining", state, due)
 
     if args.method == "mae-all":
         if not mae_checkpoint:
-            num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
             with clock("collect"):
                 frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
             signals.at_once = False
-            with clock("pretrain"):
-                pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, writer.add_scalar,
-                             checkpoint.get("pretraining"), functools.partial(pause, "pretraining"))
+            pretraining_began = time.perf_counter() - seconds["pretrain"]  # as if it had never been interrupted
+            pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, curves.add_scalar,
+                         checkpoint.get("pretraining"), pause_pretraining)
             signals.at_once = True
             del frames
         mae.eval().requires_grad_(False)
+        files["mae.pt"] = lambda: save_mae(run_dir / "mae.pt", mae, args, salient_counts)
         if not training:
-            save_mae(run_dir / "mae.pt", mae, args, salient_counts)
+            files["mae.pt"]()
 
     # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
     torch.manual_seed(args.seed)
@@ -1411,7 +1506,7 @@ if __name__ == "__main__":
         target.load_state_dict(training["target"])
         optimizer.load_state_dict(training["optimizer"])
         replay.load_state_dict(training["replay"])
-        generator.set_state(training["generator"].cpu())
+        generator.set_state(training["generator"])
         action_rng.bit_generator.state = training["action_rng"]
         step, games, score, length, updates, latest, evaluations, best_median, training_scores = training["counters"]
         recent.extend(latest)
@@ -1419,21 +1514,23 @@ if __name__ == "__main__":
         observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
         for action in actions_played:
             observation, *_ = envs.step(np.array([action]))
-        if not np.array_equal(observation, training["observation"].cpu().numpy()):
+        if not np.array_equal(observation, training["observation"].numpy()):
             sys.exit(f"error: --resume {run_dir}: the game does not come back to where it was at step {step} "
                      f"(ale-py {version('ale-py')}, as then); the checkpoint is of another game or machine")
         print(f"going on from step {step}")
+        training = None  # its memory is free again
     logged_at, logged_step = time.perf_counter(), step
 
     def evaluation_is_due():
         return step > 0 and (step == args.total_timesteps or args.eval_frequency and step % args.eval_frequency == 0)
 
     def finite(metrics):
-        """The metrics of an update as numbers; ends the run, before anything of it is saved, if one is not finite."""
+        """The metrics of an update as numbers. If one is not finite: a checkpoint of the state before, and the end."""
         metrics = {name: float(value) for name, value in metrics.items()}
         if not all(map(math.isfinite, metrics.values())):
-            sys.exit(f"error: step {step}: {metrics} is not finite; the last checkpoint is from before, and a smaller "
-                     f"--learning-rate may help")
+            pause("training", training_state, due=True)  # `learn` has changed nothing in such an update
+            sys.exit(f"error: not all is finite at step {step}: {metrics}; the checkpoint is from before it; start "
+                     "anew with a smaller --learning-rate")
         return metrics
 
     def evaluate_now():
@@ -1444,19 +1541,16 @@ if __name__ == "__main__":
             scores = evaluation_scores()
         signals.at_once = False
         evaluations.append({"step": step, "scores": scores})
-        writer.add_scalar("eval/mean", np.mean(scores), step)
-        writer.add_scalar("eval/median", np.median(scores), step)
+        curves.add_scalar("eval/mean", np.mean(scores), step)
+        curves.add_scalar("eval/median", np.median(scores), step)
         if not args.eval_frequency or np.median(scores) > best_median:
             best_median = float(np.median(scores))
             best_weights = {name: value.cpu().clone() for name, value in online.state_dict().items()}
-            content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step}
-            write_whole(run_dir / "agent.pt", lambda temporary: torch.save(content, temporary))
 
     if evaluation_is_due() and (not evaluations or evaluations[-1]["step"] < step):
         evaluate_now()  # the run was stopped in it: the checkpoint is written before
     signals.at_once = False  # from here on a step is finished and saved first
-    pause("training", training_state, due=training is None)
-    metrics = {}
+    pause("training", training_state, due=step == 0)
     progress = tqdm(range(step + 1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02, initial=step,
                     total=args.total_timesteps)
     for step in progress:
@@ -1482,8 +1576,8 @@ if __name__ == "__main__":
             games += 1
             recent.append(score)
             training_scores.append((step, score))
-            writer.add_scalar("charts/episodic_return", score, step)
-            writer.add_scalar("charts/episodic_length", length, step)
+            curves.add_scalar("charts/episodic_return", score, step)
+            curves.add_scalar("charts/episodic_length", length, step)
             score, length, actions_played = 0.0, 0, []
             with clock("environment"):  # a seeded reset in place of the automatic one
                 observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
@@ -1498,26 +1592,26 @@ if __name__ == "__main__":
             updates += 1
             if updates % args.target_update_frequency == 0:
                 target.load_state_dict(online.state_dict())
+            if device.type == "cpu" or updates % 100 == 0:  # to look at a GPU's result is to wait for it
+                metrics = finite(metrics)
             if updates % 100 == 0:
-                for name, value in finite(metrics).items():
-                    writer.add_scalar({"q": "charts/q"}.get(name, f"losses/{name}"), value, step)
+                for name, value in metrics.items():
+                    curves.add_scalar({"q": "charts/q"}.get(name, f"losses/{name}"), value, step)
 
         if step % 100 == 0:
             now = time.perf_counter()
-            writer.add_scalar("charts/steps_per_second", (step - logged_step) / (now - logged_at), step)
+            curves.add_scalar("charts/steps_per_second", (step - logged_step) / (now - logged_at), step)
             logged_at, logged_step = now, step
             progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games)
 
         due = evaluation_is_due() or args.checkpoint_frequency and step % args.checkpoint_frequency == 0
-        if due or signals.number:
-            finite(metrics)  # a checkpoint is of a healthy run
         pause("training", training_state, due)
         if evaluation_is_due():
             paused_at = time.perf_counter()
             evaluate_now()
             logged_at += time.perf_counter() - paused_at  # steps a second are training's
     envs.close()
-    writer.close()
+    curves.flush()
 
     signals.at_once = True  # the report can be made again
 
@@ -1528,6 +1622,8 @@ if __name__ == "__main__":
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
     on_device = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
     online.load_state_dict(best_weights)
+    agent = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": reported["step"]}
+    write_whole(run_dir / "agent.pt", lambda temporary: torch.save(agent, temporary))
     if args.method == "mae-all" or args.capture_video:
         env = make_envs(args, 1)
         game = watch_game(online, look, env, game_seeds(args.seed, EVALUATE), args.frame_stack, device)

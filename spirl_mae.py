@@ -27,12 +27,16 @@ shapes H and W are pixels.)
 import argparse
 import contextlib
 import difflib
+import fcntl
+import io
 import json
 import math
 import os
 import platform
+import re
 import signal
 import sys
+import threading
 import time
 import zipfile
 from collections import defaultdict
@@ -133,8 +137,25 @@ def fail(message):
     raise SystemExit(2)
 
 
+def parse_args():
+    """The command line as Args, or those of the run that --resume names. tyro's boxes of errors become one line."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        text = " ".join(line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()[1:-1])
+        fail(re.sub(r"\s*─+\s*", "; ", text))
+    return resumed_args(args)
+
+
 def check_common_args(args):
     """Stop with one clear line if an argument that the scripts share cannot work."""
+    counts = ("seed", "checkpoint_frequency", "mae_frames", "mae_epochs", "error_cache_size", "total_timesteps",
+              "learning_starts", "train_frequency", "buffer_size", "target_update_frequency", "max_episode_frames",
+              "eval_frequency")  # of steps, frames, entries; other integers are sizes
     for name, value in vars(args).items():  # what holds for a field holds for all fields of its kind
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -146,8 +167,9 @@ def check_common_args(args):
                                "priority_weight")
         if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
             fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
-        if isinstance(value, int) and value >= 2**31:
-            fail(f"{flag} is {value}; give a number below 2**31")
+        bits = 31 if name in counts or isinstance(value, float) else 14
+        if abs(value) >= 2**bits:
+            fail(f"{flag} is {value}; give a number below 2**{bits}")
         shares = ("gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight",
                   "eval_epsilon")
         if name in shares and value > 1:
@@ -221,6 +243,20 @@ def pick_device(name):
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         fail(f"--device {name} is absent: PyTorch sees {torch.cuda.device_count()} CUDA devices; give auto or cpu")
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
+
+
+def check_memory(needs, device):
+    """Stop with one clear line if what a run will hold, {the flag that sets its size: bytes}, is more than is free."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif Path("/proc/meminfo").exists():  # Linux: free, and what the system would give back
+        free = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable")) * 1024
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sum(needs.values()) > free:
+        parts = ", ".join(f"{flag} takes {size / 1e9:.1f} GB" for flag, size in needs.items())
+        largest = max(needs, key=needs.get)
+        fail(f"{largest} is too large: {parts}, and {device} has {free / 1e9:.1f} GB free; give a smaller {largest}")
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
@@ -466,7 +502,8 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
 
     `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. After each step
     `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
-    for a checkpoint, at the end of an epoch. Exits with status 1 when the loss is not finite.
+    for a checkpoint, at the end of an epoch. Where the loss or the gradient is not finite it asks for one from before
+    that step, and exits with status 1.
     """
     frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
     decayed = [p for p in mae.parameters() if p.ndim > 1]
@@ -481,8 +518,8 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
     if resumed:
         mae.load_state_dict(resumed["model"])
         optimizer.load_state_dict(resumed["optimizer"])
-        order.set_state(resumed["order"].cpu())
-        masks.set_state(resumed["masks"].cpu())
+        order.set_state(resumed["order"])
+        masks.set_state(resumed["masks"])
         step = resumed["step"]
 
     def state():
@@ -498,11 +535,14 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
-            value = loss.item()
-            if not math.isfinite(value):
-                sys.exit(f"error: the MAE's loss is {value} at step {step + 1}; try a smaller --mae-learning-rate")
             optimizer.zero_grad()
             loss.backward()
+            value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
+            if not math.isfinite(value + norm):
+                if pause:
+                    pause(state, due=True)
+                sys.exit(f"error: MAE's loss is {value}, its gradient's norm {norm} at step {step + 1}; the checkpoint "
+                         "is from before it; start anew with a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -638,7 +678,7 @@ class ErrorMapCache:
     def load_state_dict(self, state):
         """Put back what state_dict returned."""
         for name, value in state.items():
-            setattr(self, name, value)
+            setattr(self, name, getattr(self, name).copy_(value) if torch.is_tensor(value) else value)
 
     def lookup(self, keys):
         """(errors (M,), found (M,)) for keys (M,); an error that was not found is 0."""
@@ -958,7 +998,7 @@ def write_whole(path, write):
     path = Path(path)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
@@ -972,9 +1012,9 @@ def write_whole(path, write):
 
 
 def one_line_for_files(kind, error, traceback):
-    """An excepthook: what went wrong with a file is one line, any other error its traceback. The exit status is 1."""
-    if issubclass(kind, OSError):
-        print(f"error: {error}", file=sys.stderr)
+    """An excepthook: what went wrong with a file, or no memory, is one line; any other error its traceback."""
+    if issubclass(kind, OSError | MemoryError) or "allocate" in str(error):
+        print(f"error: {(str(error) or kind.__name__).splitlines()[0]}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
 
@@ -984,15 +1024,15 @@ def write_json(path, content):
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2, default=str) + "\n"))
 
 
-def read_checkpoint(path, flag, device, kind="a checkpoint"):
-    """The content of a .pt file, tensors on the device, no code run from it. Exits with status 2 if it is damaged."""
+def read_checkpoint(path, flag, kind="a checkpoint"):
+    """The content of a .pt file, tensors on the CPU, no code run from it. Exits with status 2 if it is damaged."""
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()  # torch.load takes a flipped byte without a word
         if damaged:
             raise ValueError(f"{damaged} in it is damaged")
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
-            content = torch.load(path, map_location=device, weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
         return content
@@ -1007,15 +1047,48 @@ def package_versions():
     return {"python": platform.python_version(), **{package: version(package) for package in packages}}
 
 
-def save_checkpoint(run_dir, writer, content):
+class Curves:
+    """TensorBoard's event files in a folder. Where they cannot be written a run goes on, with a gap in its curves."""
+
+    def __init__(self, folder):
+        self.folder, self.writer = folder, None
+        self.flush()
+
+    def add_scalar(self, name, value, step):
+        """A point of a curve; it is dropped while the file cannot be written."""
+        self.attempt(lambda: self.writer and self.writer.add_scalar(name, value, step))
+
+    def flush(self):
+        """Everything to the file: to a new one where the last one failed or its folder is gone."""
+
+        def write():
+            if self.writer is None or not self.folder.is_dir():
+                self.writer = SummaryWriter(self.folder)
+            self.writer.flush()
+
+        self.attempt(write)
+
+    def attempt(self, write):
+        """Call `write()`; where that fails there is a warning, and no file until the next flush."""
+        try:
+            write()
+        except OSError as error:  # it comes from TensorBoard's thread, which has ended with it
+            print(f"warning: TensorBoard's curves cannot be written ({error}); they get a gap", file=sys.stderr)
+            self.writer = None
+
+
+def save_checkpoint(run_dir, curves, files, content):
     """Write checkpoint.pt with the dict `content`, and how long the event files are at this moment.
 
-    Where it cannot be written the run goes on, with a warning, and an earlier checkpoint stands.
+    Of `files`, {name: a function that writes it}, what somebody removed is written again. Where any of it cannot be
+    written there is a warning, the run goes on, and an earlier checkpoint stands.
     """
     try:
-        if not run_dir.is_dir():
-            raise FileNotFoundError(f"the run's folder {run_dir} is gone; give it back")
-        writer.flush()
+        for name, write in files.items():
+            if not (run_dir / name).exists():
+                print(f"warning: {run_dir / name} is gone; it is written again", file=sys.stderr)
+                write()
+        curves.flush()
         events = {}
         for path in run_dir.glob("events.*"):
             with open(path, "rb") as file:
@@ -1024,7 +1097,19 @@ def save_checkpoint(run_dir, writer, content):
         content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
     except OSError as error:
-        print(f"warning: {error}; the run goes on, and an earlier checkpoint stands", file=sys.stderr)
+        print(f"warning: {error}; an earlier checkpoint stands", file=sys.stderr)
+
+
+def lock_run(run_dir):
+    """Keep other processes off a run while this one lives: the file that holds the lock. Status 2 if one is at it."""
+    lock = open(run_dir / "args.json")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"--resume {run_dir} is a run that is going on in another process; wait for its end, or stop it")
+    except OSError:
+        pass  # a file system without locks
+    return lock
 
 
 def load_checkpoint(run_dir, args, device):
@@ -1035,7 +1120,7 @@ def load_checkpoint(run_dir, args, device):
     """
     path, content = run_dir / "checkpoint.pt", {}
     if path.exists():
-        content = read_checkpoint(path, "--resume", device)
+        content = read_checkpoint(path, "--resume")
         here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
         there = {"script": content.get("script"), "device_type": content.get("device_type"),
                  **content.get("args", {}), **content.get("versions", {})}
@@ -1060,14 +1145,20 @@ class Signals:
     """
 
     def __init__(self):
-        self.number, self.at_once = 0, True
+        self.number, self.at_once, self.run_dir = 0, True, None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.receive)
 
     def receive(self, number, frame):
         if self.at_once or self.number:
-            raise SystemExit(128 + number)
+            self.stop(number)
         self.number = number
+
+    def stop(self, number):
+        """End the program, with the way to go on where there is a run."""
+        if self.run_dir:
+            print(f"stopped; go on with --resume {self.run_dir}", file=sys.stderr)
+        sys.exit(128 + number)
 
 
 def mae_sizes(args):
@@ -1099,7 +1190,7 @@ def load_mae(path, mae, args):
 
     Takes mae.pt and what facebookresearch/mae and the authors' code save: {"model": state dict, "args": Namespace}.
     """
-    content = read_checkpoint(path, "--mae-checkpoint", mae.pos_embed.device, "a MAE checkpoint")
+    content = read_checkpoint(path, "--mae-checkpoint", "a MAE checkpoint")
     try:
         state = content["model"]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
@@ -1128,12 +1219,17 @@ def load_mae(path, mae, args):
 
 if __name__ == "__main__":
     sys.excepthook = one_line_for_files
+    # TensorBoard's thread: where it fails to write, Curves says so.
+    threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or threading.__excepthook__(failed)
     signals = Signals()
-    args = resumed_args(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
+    args = parse_args()
     check_args(args)
     device = pick_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3,
+                  "--error-cache-size": args.error_cache_size * 13}, torch.device("cpu"))
     seconds = defaultdict(float)  # wall seconds by phase
 
     @contextlib.contextmanager
@@ -1145,6 +1241,7 @@ if __name__ == "__main__":
     game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
     name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     run_dir = args.resume or Path("runs") / name
+    lock = lock_run(run_dir) if args.resume else None
     checkpoint = load_checkpoint(run_dir, args, device) if args.resume else {}
 
     torch.manual_seed(args.seed)
@@ -1158,8 +1255,11 @@ if __name__ == "__main__":
     except OSError as error:
         fail(f"--run-name: the new folder {run_dir} cannot be made ({error.strerror}); give another name")
     print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
+    files = {"args.json": lambda: write_json(run_dir / "args.json", plain_args(args))}  # what --resume needs
     if not args.resume:
-        write_json(run_dir / "args.json", plain_args(args))
+        files["args.json"]()
+    lock = lock or lock_run(run_dir)
+    signals.run_dir = run_dir
     seconds.update(checkpoint.get("seconds", {}))
 
     print("part      parameters")  # Table 4
@@ -1168,32 +1268,34 @@ if __name__ == "__main__":
         print(f"{part:8s}  {sum(p.numel() for n, p in mae.named_parameters() if n.startswith(prefixes)):,}")
 
     # Frames of random play; 256 more of them watch the loss.
-    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     with clock("collect"):
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
     frames, held_out = frames[:num_frames], frames[num_frames:]
 
-    curves = checkpoint.get("curves", {"mae/loss": [], "mae/held_out_loss": []})
+    losses = checkpoint.get("losses", {"mae/loss": [], "mae/held_out_loss": []})  # (step, loss)
     if not args.mae_checkpoint:
-        with SummaryWriter(run_dir) as writer, clock("pretrain"):
+        curves = Curves(run_dir)
 
-            def log(name, value, step):
-                curves[name].append((step, value))
-                writer.add_scalar(name, value, step)
+        def log(name, value, step):
+            losses[name].append((step, value))
+            curves.add_scalar(name, value, step)
 
-            def pause(state, due):
-                """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
-                if due or signals.number:
-                    content = {"pretraining": state(), "curves": curves, "seconds": dict(seconds)}
+        def pause(state, due):
+            """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
+            seconds["pretrain"] = time.perf_counter() - pretraining_began
+            if due or signals.number:
+                with clock("checkpoint"):
+                    content = {"pretraining": state(), "losses": losses, "seconds": dict(seconds)}
                     content |= {"args": plain_args(args), "device_type": device.type}
-                    save_checkpoint(run_dir, writer, content)
-                if signals.number:
-                    print(f"stopped; go on with --resume {run_dir}", file=sys.stderr)
-                    sys.exit(128 + signals.number)
+                    save_checkpoint(run_dir, curves, files, content)
+            if signals.number:
+                signals.stop(signals.number)
 
-            signals.at_once = False
-            pretrain_mae(args, mae, frames, held_out, device, log, checkpoint.get("pretraining"), pause)
-            signals.at_once = True
+        signals.at_once = False
+        pretraining_began = time.perf_counter() - seconds["pretrain"]  # as if it had never been interrupted
+        pretrain_mae(args, mae, frames, held_out, device, log, checkpoint.get("pretraining"), pause)
+        signals.at_once = True
+        curves.flush()
     mae.eval().requires_grad_(False)
     if not args.mae_checkpoint:
         save_mae(run_dir / "mae.pt", mae, args, None)  # what took long is safe before anything else is done
@@ -1222,17 +1324,17 @@ if __name__ == "__main__":
                              figures / "salient_patches.png")
         draw_max_ratio(counts, mae.num_patches, ideal, max_ratio,
                        f"{game_name}: {num_frames:,} frames, slope {args.lorenz_slope:g}", figures / "max_ratio.png")
-        if curves["mae/loss"]:
-            draw_loss(curves["mae/loss"], curves["mae/held_out_loss"], figures / "loss.png")
+        if losses["mae/loss"]:
+            draw_loss(losses["mae/loss"], losses["mae/held_out_loss"], figures / "loss.png")
 
     # The report.
-    images = len(curves["mae/loss"]) * args.mae_batch_size
+    images = len(losses["mae/loss"]) * args.mae_batch_size
     quantiles = {f"{q}%": int(np.percentile(counts, q)) for q in (0, 5, 25, 50, 75, 95, 100)}
     results = {
         "env_id": args.env_id, "method": "mae", "seed": args.seed, "args": plain_args(args),
-        "frames": num_frames, "steps": len(curves["mae/loss"]),
-        "held_out_losses": [value for _, value in curves["mae/held_out_loss"]],  # at the end of each epoch
-        "final_loss": float(np.mean([value for _, value in curves["mae/loss"][-50:]])) if images else None,
+        "frames": num_frames, "steps": len(losses["mae/loss"]),
+        "held_out_losses": [value for _, value in losses["mae/held_out_loss"]],  # at the end of each epoch
+        "final_loss": float(np.mean([value for _, value in losses["mae/loss"][-50:]])) if images else None,
         "images_per_second": images / seconds["pretrain"] if images else None,
         "K": {"mean": counts.double().mean().item(), **quantiles}, "lorenz_slope": args.lorenz_slope,
         "ideal_max_ratio": ideal, "paper_ideal_max_ratio": PAPER_IDEAL_RATIO.get(args.env_id), "max_ratio": max_ratio,

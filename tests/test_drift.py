@@ -20,8 +20,8 @@ SHARED = {
     "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE", "check_agent_args",
     "encode_patches", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
     "resumed_args", "check_memory", "read_checkpoint", "package_versions", "save_checkpoint", "load_checkpoint",
-    "Signals", "one_line_for_files", "c51_loss", "learn", "evaluate", "watch_game", "attended_patches",
-    "draw_policy_attention", "save_video",
+    "Signals", "one_line_for_files", "parse_args", "Curves", "lock_run", "c51_loss", "learn", "evaluate", "watch_game",
+    "attended_patches", "draw_policy_attention", "save_video",
 }
 
 # Names that differ on purpose, and why.
@@ -47,18 +47,15 @@ ONLY_SPIRL = {
     'np.random.default_rng([args.seed, EVALUATE]), device)',
     # K and the cache exist only where patches are selected.
     'error_map.load_state_dict(training["error_map"])',
-    'writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
-    'writer.add_scalar("cache/entries", len(error_map), step)',
+    'curves.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
+    'curves.add_scalar("cache/entries", len(error_map), step)',
     'logged_misses = error_map.misses',
     '"error_map": error_map.state_dict(), "misses": (misses_before, logged_misses),',
     'misses = (error_map.misses - logged_misses) / 100',
     'misses_before = logged_misses = error_map.misses',
     'misses_before, logged_misses = training["misses"]',
-    'writer.add_scalar("cache/hit_rate", 1 - misses / mae.num_patches, step)',
-    'writer.add_scalar("cache/misses_per_frame", misses, step)',
-    # agent.pt keeps how many patches its agent was trained on.
-    'content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step,',
-    '"max_patches": max_patches}',
+    'curves.add_scalar("cache/hit_rate", 1 - misses / mae.num_patches, step)',
+    'curves.add_scalar("cache/misses_per_frame", misses, step)',
 }
 ONLY_BASELINES = {
     'replay = Replay(args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma,',
@@ -69,7 +66,6 @@ ONLY_BASELINES = {
     'replay.append(seen[0], count[0], starts)',
     'return evaluate(online, lambda frames: look(frames)[:2], lambda: make_envs(args, 1), seeds, args.frame_stack,',
     'args.eval_epsilon, np.random.default_rng([args.seed, EVALUATE]), device)',
-    'content = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": step}',
 }
 # The same for make_envs: the lines of the scripts that only ever see RGB, and those of spirl_baselines.py.
 ONLY_RGB = {

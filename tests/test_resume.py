@@ -134,7 +134,7 @@ class Malicious:
 
 def refused(capsys, path):
     with pytest.raises(SystemExit) as stop:
-        spirl.read_checkpoint(path, "--resume", torch.device("cpu"))
+        spirl.read_checkpoint(path, "--resume")
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.startswith(f"error: --resume {path}") and err.count("\n") == 1, err
 
@@ -162,7 +162,7 @@ def test_damaged_checkpoints_are_refused(tmp_path, stopped, capsys, monkeypatch)
     refused(capsys, path)
     assert not (tmp_path / "i-was-here").exists()
     path.write_bytes(whole)
-    assert spirl.read_checkpoint(path, "--resume", torch.device("cpu"))["script"] == "spirl_rainbow"
+    assert spirl.read_checkpoint(path, "--resume")["script"] == "spirl_rainbow"
 
 
 def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole):
