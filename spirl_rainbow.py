@@ -28,6 +28,7 @@ encoder sees, M neighbourhoods. (In code F is torch.nn.functional; in frames' sh
 """
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import fcntl
@@ -216,8 +217,8 @@ def parse_args():
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        text = " ".join(line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()[1:-1])
-        fail(re.sub(r"\s*─+\s*", "; ", text))
+        text = " ".join(line.strip("│|+ ") for line in box.getvalue().splitlines()[1:-1])  # within the frame
+        fail("; ".join(part.strip() for part in re.split("[─-]{5,}", text) if part.strip()))  # rules part it
     return resumed_args(args)
 
 
@@ -244,6 +245,8 @@ def check_common_args(args):
                   "eval_epsilon")
         if name in shares and value > 1:
             fail(f"{flag} is {value}; give a share of at most 1")
+    if args.threads > os.cpu_count():
+        fail(f"--threads is {args.threads}; give at most the machine's {os.cpu_count()} CPUs")
     games = {name.lower(): name for name, spec in gym.registry.items()
              if name.startswith("ALE/") and spec.entry_point == "ale_py.env:AtariEnv"}
     if args.env_id not in games.values():
@@ -261,13 +264,16 @@ def check_common_args(args):
         if width % 4:
             fail(f"--{part}-dim {width} is not a multiple of 4 (sine and cosine of two axes)")
     num_patches = (args.image_size // args.patch_size) ** 2
+    if num_patches > 64**2:
+        fail(f"--image-size {args.image_size} holds {num_patches} patches; give at most {64 * args.patch_size}")
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
     if args.resume is not None:
         return  # the run has its folder and its mae.pt
     if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
-    if args.run_name and (Path(args.run_name).name != args.run_name or (Path("runs") / args.run_name).exists()):
+    usable = Path(args.run_name).name == args.run_name != ".." and len(args.run_name) < 200
+    if args.run_name and (not usable or (Path("runs") / args.run_name).exists()):
         fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
 
 
@@ -640,8 +646,8 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
             if not math.isfinite(value + norm):
                 if pause:
                     pause(state, due=True)
-                sys.exit(f"error: MAE's loss is {value}, its gradient's norm {norm} at step {step + 1}; the checkpoint "
-                         "is from before it; start anew with a smaller --mae-learning-rate")
+                sys.exit(f"error: the MAE's loss is {value}, its gradient's norm {norm} at step {step + 1}, which is not "
+                         "taken; try a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -1698,6 +1704,7 @@ if __name__ == "__main__":
     # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
     torch.manual_seed(args.seed)
     envs = make_envs(args, 1)
+    atexit.register(vars(envs).clear)  # the emulator goes before Python does, or ale-py reports a leak
     num_actions = int(envs.single_action_space.n)
 
     def make_network():

@@ -219,7 +219,7 @@ def test_one_update_against_the_equations():
             losses.append(weights[b].item() * kl)
             priorities[slots[b].item()] = max(kl, 1e-6) ** 0.5
     before = {name: p.clone() for name, p in online.named_parameters()}
-    optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4)
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
     metrics = spirl.learn(online, target, optimizer, replay, 8, 0.7, 10.0, torch.Generator().manual_seed(5))
     assert metrics["loss"].item() == pytest.approx(sum(losses) / 8, rel=1e-4)
     for slot, priority in priorities.items():
@@ -227,6 +227,35 @@ def test_one_update_against_the_equations():
     assert all(not torch.equal(p, before[name]) for name, p in online.named_parameters())
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in online.parameters()))
     assert norm == pytest.approx(min(metrics["grad_norm"].item(), 10.0), rel=1e-3)
+
+
+def test_an_update_that_is_not_finite_changes_nothing():
+    """Neither weights nor moments nor priorities; the next sound update then does."""
+    torch.manual_seed(0)
+    online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
+    replay = spirl.Replay(64, (3, 64), torch.float32, "cpu", 4, 3, 0.9)
+    for t in range(40):
+        replay.append(torch.randn(3, 64), 3, t == 0)
+        replay.complete(t % 4, 1.0, t == 39)
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
+
+    def update():
+        return spirl.learn(online, target, optimizer, replay, 8, 0.7, 10.0, torch.Generator().manual_seed(5))
+
+    def everything():
+        moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
+        return [p.clone() for p in online.parameters()] + [replay.priorities.clone(), replay.largest.clone()] + moments
+
+    assert update()["loss"].isfinite()  # there are moments now
+    before = everything()
+    for wrong in (float("nan"), float("inf")):
+        frames, rewards = replay.frames.clone(), replay.rewards.clone()
+        replay.frames.fill_(wrong)
+        assert not update()["grad_norm"].isfinite()
+        assert all(torch.equal(now, then) for now, then in zip(everything(), before, strict=True))
+        replay.frames, replay.rewards = frames, rewards
+    assert update()["loss"].isfinite()
+    assert not any(torch.equal(now, then) for now, then in list(zip(everything(), before))[:10])
 
 
 LENGTH, KINDS, DISCOUNT = 8, 4, 0.9
@@ -252,7 +281,7 @@ def walk(seed, steps, update):
 
     online, target = network(), network()
     target.load_state_dict(online.state_dict())
-    optimizer = torch.optim.Adam(online.parameters(), lr=1e-3, eps=1.5e-4)
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-3, eps=1.5e-4, fused=True)
     replay = spirl.Replay(1000, (3, 16), torch.float16, "cpu", 2, 3, DISCOUNT)
     generator = torch.Generator().manual_seed(seed)
     at, kind = 0, int(rng.integers(KINDS))

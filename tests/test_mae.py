@@ -1,6 +1,7 @@
 """The masked auto-encoder against the paper's tables and against loops written from its equations."""
 
 import argparse
+import copy
 import math
 
 import numpy as np
@@ -204,12 +205,43 @@ def test_pretraining_on_real_frames_lowers_the_held_out_loss(trained_mae, random
     assert after < 0.9 * zero
 
 
-def test_pretraining_stops_at_a_loss_that_is_not_finite(random_play):
+def test_pretraining_stops_at_what_is_not_finite(random_play):
+    """The step is not taken: the weights, and the checkpoint that is asked for, are from before it."""
     frames = random_play["ALE/Frostbite-v5"][:128]
     mae = spirl.MaskedAutoencoder()
-    args = spirl.Args(mae_epochs=10, mae_learning_rate=1e30)
-    with pytest.raises(SystemExit, match="try a smaller --mae-learning-rate"):
-        spirl.pretrain_mae(args, mae, frames, frames[:64], torch.device("cpu"), lambda *scalar: None)
+    args, asked = spirl.Args(mae_epochs=10, mae_learning_rate=1e30), []
+    with pytest.raises(SystemExit, match="nan at step [0-9]+, which is not taken; try a smaller --mae-learning-rate"):
+        spirl.pretrain_mae(args, mae, frames, frames[:64], torch.device("cpu"), lambda *scalar: None,
+                           pause=lambda state, due: asked.append((state()["step"], due)))
+    assert asked[-1][1] and asked[-1][0] == asked[-2][0]
+    mae = spirl.MaskedAutoencoder()
+    with torch.no_grad():
+        mae.decoder_pred.weight.fill_(3e19)  # the loss is finite, its gradient overflows
+    before = {name: value.clone() for name, value in mae.state_dict().items()}
+    with pytest.raises(SystemExit, match="at step 1, which is not taken"):
+        spirl.pretrain_mae(spirl.Args(), mae, frames, frames[:64], torch.device("cpu"), lambda *scalar: None)
+    assert all(torch.equal(value, before[name]) for name, value in mae.state_dict().items())
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_pretraining_goes_on_from_any_step(random_play, epochs):
+    """From the state after each step, in the middle of an epoch too: the same weights and losses, bit for bit."""
+    frames = random_play["ALE/Frostbite-v5"][:100]
+    args, states = spirl.Args(mae_epochs=epochs, mae_batch_size=32), []
+
+    def train(seed, resumed=None, pause=None):
+        torch.manual_seed(seed)
+        mae, log = spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1), []
+        spirl.pretrain_mae(args, mae, frames, frames[:16], torch.device("cpu"), lambda *scalar: log.append(scalar),
+                           resumed, pause)
+        return mae.state_dict(), log
+
+    weights, log = train(0, pause=lambda state, due: states.append(copy.deepcopy(state())))
+    assert [state["step"] for state in states] == list(range(1, 3 * epochs + 1))
+    for state in states:
+        others, rest = train(1, state)
+        assert all(torch.equal(others[name], weights[name]) for name in weights)
+        assert rest == [scalar for scalar in log if scalar[2] > state["step"]]
 
 
 def test_held_out_loss_is_measured_under_the_same_masks(trained_mae, random_play):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_mae import count
-from test_script import SMALL, finished, run, run_here
+from test_script import SMALL, finished, refusal, run, run_here
 
 import spirl_mae
 import spirl_rainbow as spirl
@@ -117,15 +117,14 @@ def test_a_checkpoint_that_carries_code_does_not_run_it(tmp_path):
     assert not (tmp_path / "made").exists() and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--image-size", "64"], "has image_size 48; give --image-size 48"),
-    (["--encoder-depth", "2"], "has encoder_depth 1; give --encoder-depth 1"),
-    (["--env-id", "ALE/Pong-v5"], "is of ALE/Frostbite-v5; give --env-id ALE/Frostbite-v5"),
-])
-def test_a_checkpoint_that_does_not_fit_is_refused(first, tmp_path, flags, message):
-    done = run(tmp_path, *SIZES, *flags, "--mae-checkpoint", first[0] / "mae.pt", script="spirl_mae.py")
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
+def test_a_checkpoint_that_does_not_fit_is_refused(first, tmp_path, monkeypatch, capsys):
+    for flags, message in (
+        (["--image-size", "64"], "has image_size 48; give --image-size 48"),
+        (["--encoder-depth", "2"], "has encoder_depth 1; give --encoder-depth 1"),
+        (["--env-id", "ALE/Pong-v5"], "is of ALE/Frostbite-v5; give --env-id ALE/Frostbite-v5"),
+    ):
+        flags = [*SIZES, *flags, "--mae-checkpoint", first[0] / "mae.pt"]
+        assert message in refusal(tmp_path, monkeypatch, capsys, *flags, script="spirl_mae.py")
 
 
 def test_coverage_moves_mr(first, tmp_path):

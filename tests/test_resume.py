@@ -1,26 +1,44 @@
 """A run that survives: killed at any instant and resumed, it ends as if nothing had happened; files that are damaged,
 foreign or malicious are refused in one line; a write that fails loses nothing."""
 
+import errno
+import fcntl
 import json
 import os
 import pickle
 import random
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
-from test_script import SMALL, finished, run, scalars
+from test_script import SMALL, finished, refusal, run, run_here, scalars
 
 import spirl_rainbow as spirl
 
-TINY = [*SMALL, "--total-timesteps", "200", "--checkpoint-frequency", "20", "--eval-frequency", "90"]
+# Short games and few of them: an evaluation is soon over.
+TINY = [*SMALL, "--total-timesteps", "200", "--checkpoint-frequency", "20", "--eval-frequency", "90",
+        "--max-episode-frames", "300", "--eval-episodes", "2"]
+PIXELS = ["--max-episode-frames", "300", "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "2",
+          "--total-timesteps", "300", "--checkpoint-frequency", "0", "--threads", "1", "--device", "cpu"]
+RUNS = {  # each script, each method
+    "spirl": ["spirl_rainbow.py", *TINY],
+    "mae": ["spirl_mae.py", *SMALL[: SMALL.index("--max-episode-frames")], "--mae-epochs", "6", "--threads", "1",
+            "--device", "cpu"],
+    "de-rainbow": ["spirl_baselines.py", *PIXELS],
+    "de-rainbow-p": ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150", *PIXELS],
+    "mae-all": ["spirl_baselines.py", "--method", "mae-all", *TINY],
+}
 
 
 def start(folder, script, *flags):
@@ -48,22 +66,37 @@ def same_end(one, two):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that was never stopped, with pre-training and evaluations on the way, and how long it took."""
-    folder = tmp_path_factory.mktemp("whole")
-    began = time.monotonic()
-    path, _ = finished(folder, "whole", *TINY)
-    return path, time.monotonic() - began
+    """whole(name): the folder of a run of RUNS that was never stopped, and how many seconds it took."""
+    folder, done = tmp_path_factory.mktemp("whole"), {}
+
+    def run_once(name):
+        if name not in done:
+            script, *flags = RUNS[name]
+            began = time.monotonic()
+            done[name] = finished(folder, name, *flags, script=script)[0], time.monotonic() - began
+        return done[name]
+
+    return run_once
+
+
+def wait_for(process, pattern):
+    """Read what a process says until it says something that matches, or ends."""
+    text = ""
+    for character in iter(lambda: process.stderr.read(1), ""):
+        text += character
+        if re.search(pattern, text):
+            return
 
 
 def test_killed_at_any_instant(tmp_path, whole, request):
     """kill -9 at random instants of the whole run, one a run; `--kills 20` for more."""
-    path, duration = whole
+    path, duration = whole("spirl")
     rng, kills = random.Random(), request.config.getoption("--kills")
     instants = [rng.uniform(i, i + 1) / kills * duration for i in range(kills)]  # one in each part of the run
 
     def survive(kill):
         number, instant = kill
-        process = start(tmp_path, "spirl_rainbow.py", *TINY, "--run-name", f"kill{number}")
+        process = start(tmp_path, *RUNS["spirl"], "--run-name", f"kill{number}")
         time.sleep(instant)
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -85,42 +118,49 @@ def test_killed_at_any_instant(tmp_path, whole, request):
     print("killed at", [round(instant, 1) for instant in instants], "in", reached)
 
 
-@pytest.mark.parametrize("script, number, flags", [
-    ("spirl_mae.py", signal.SIGTERM, [*SMALL[: SMALL.index("--max-episode-frames")], "--mae-epochs", "6", "--threads",
-                                      "1", "--device", "cpu"]),
-    ("spirl_baselines.py", signal.SIGINT, [*SMALL[SMALL.index("--max-episode-frames") :], "--total-timesteps", "400",
-                                           "--checkpoint-frequency", "0"]),
-])
-def test_stopped_by_a_signal(tmp_path, script, number, flags):
+@pytest.mark.parametrize("name, number", [("mae", signal.SIGTERM), ("de-rainbow", signal.SIGINT),
+                                          ("de-rainbow-p", signal.SIGTERM), ("mae-all", signal.SIGINT)])
+def test_stopped_by_a_signal(tmp_path, whole, name, number):
+    """The step in progress is finished and saved; the run goes on later, and a finished one leaves no checkpoint."""
+    script, *flags = RUNS[name]
     with ThreadPoolExecutor(1) as pool:
-        never = pool.submit(finished, tmp_path, "never", *flags, script=script)
+        never = pool.submit(whole, name)
         process = start(tmp_path, script, *flags, "--run-name", "stopped")
-        for line in iter(lambda: process.stderr.read(80), ""):  # until its loop has begun
-            if "pre-training:" in line or "training:" in line:
-                time.sleep(1)
-                break
+        wait_for(process, "pre-training: .*[1-9]/" if name == "mae" else "(?<!pre-)training: .*1[3-9][0-9]/")
         process.send_signal(number)
-        process.communicate()
-        assert process.returncode == 128 + number
+        _, err = process.communicate()
+        assert process.returncode == 128 + number and "stopped; go on with --resume runs/stopped\n" in err, err
         never.result()
     folder = tmp_path / "runs/stopped"
     assert (folder / "checkpoint.pt").exists() and not (folder / "results.json").exists()
     done = run(tmp_path, "--resume", "runs/stopped", script=script)
     assert done.returncode == 0, done.stderr[-2000:]
-    same_end(tmp_path / "runs/never", folder)
+    same_end(whole(name)[0], folder)
+
+
+def test_a_second_signal_does_not_wait():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signals = spirl.Signals()
+        with pytest.raises(SystemExit, match="130"):
+            signal.raise_signal(signal.SIGINT)  # nothing has begun that should be finished first
+        signals.at_once = False
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.number == signal.SIGTERM
+        with pytest.raises(SystemExit, match="130"):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A run in the middle of its training: a folder with a checkpoint."""
     folder = tmp_path_factory.mktemp("stopped")
-    process = start(folder, "spirl_rainbow.py", *TINY, "--run-name", "run")
+    process = start(folder, *RUNS["spirl"], "--run-name", "run")
     path = folder / "runs/run"
-    times = [0, 0]
-    while process.poll() is None and not 0 < times[0] < times[1]:  # a checkpoint that is younger than the counted MAE
-        time.sleep(0.05)
-        times = [path.stat().st_mtime_ns if path.exists() else 0 for path in (path / "mae.pt", path / "checkpoint.pt")]
-    time.sleep(1)
+    wait_for(process, "(?<!pre-)training: .*1[3-9][0-9]/")
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
@@ -165,7 +205,7 @@ def test_damaged_checkpoints_are_refused(tmp_path, stopped, capsys, monkeypatch)
     assert spirl.read_checkpoint(path, "--resume")["script"] == "spirl_rainbow"
 
 
-def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole):
+def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole, monkeypatch, capsys):
     changed = {}
     content = torch.load(stopped / "checkpoint.pt", weights_only=True)
     args, versions = content["args"], content["versions"]
@@ -181,25 +221,25 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole):
     (tmp_path / "broken/args.json").write_text('{"seed": 1')
     (tmp_path / "args").mkdir()
     (tmp_path / "args/args.json").write_text("{}")
-    table = [
-        (["--resume", stopped, "--seed", "2"], "--resume stands alone"),
-        (["--resume", tmp_path / "nowhere"], "is not the folder of a run"),
-        (["--resume", whole[0]], "is a finished run"),
-        (["--resume", tmp_path / "args"], "is a run of another script or version"),
-        (["--resume", changed["foreign"]], "has script spirl_baselines, and this is spirl_rainbow"),
-        (["--resume", changed["older"]], "has torch 2.5.0, and this is"),
-        (["--resume", changed["game"]], "has env_id ALE/Seaquest-v5, and this is ALE/Frostbite-v5"),
-        (["--resume", changed["size"]], "has buffer_size 999, and this is 150"),
-        (["--resume", changed["device"]], "has device_type cuda, and this is cpu"),
-        (["--resume", tmp_path / "broken"], "its args.json is damaged"),
-    ]
-    before = sorted(path.name for path in tmp_path.rglob("*"))
-    with ThreadPoolExecutor(2) as pool:
-        for (_, message), done in zip(table, pool.map(lambda row: run(tmp_path, *row[0]), table), strict=True):
-            assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before
-    done = run(tmp_path, "--resume", stopped, script="spirl_baselines.py")
-    assert done.returncode == 2 and "is a run of another script or version" in done.stderr
+    for folder, message in (
+        (tmp_path / "nowhere", "is not the folder of a run"),
+        (whole("spirl")[0], "is a finished run"),
+        (tmp_path / "args", "is a run of another script or version"),
+        (changed["foreign"], "has script spirl_baselines, and this is spirl_rainbow"),
+        (changed["older"], "has torch 2.5.0, and this is"),
+        (changed["game"], "has env_id ALE/Seaquest-v5, and this is ALE/Frostbite-v5"),
+        (changed["size"], "has buffer_size 999, and this is 150"),
+        (changed["device"], "has device_type cuda, and this is cpu"),
+        (tmp_path / "broken", "its args.json is damaged"),
+    ):
+        assert message in refusal(tmp_path, monkeypatch, capsys, "--resume", folder)
+    for script in ("spirl_baselines.py", "spirl_mae.py"):
+        message = "is a run of another script or version"
+        assert message in refusal(tmp_path, monkeypatch, capsys, "--resume", stopped, script=script)
+    assert "--resume stands alone" in refusal(tmp_path, monkeypatch, capsys, "--resume", stopped, "--seed", "2")
+    with spirl.lock_run(stopped):
+        message = "is a run that is going on in another process"
+        assert message in refusal(tmp_path, monkeypatch, capsys, "--resume", stopped)
 
 
 def test_a_failed_write_leaves_the_earlier_file(tmp_path):
@@ -236,15 +276,87 @@ def test_a_run_on_a_full_disk(tmp_path):
     assert done.returncode == 0 and (tmp_path / "runs/mae.pt/results.json").exists()
 
 
-def test_the_replay_must_fit(tmp_path):
-    for script, flags in (("spirl_rainbow.py", []), ("spirl_baselines.py", [])):
-        done = run(tmp_path, *flags, "--buffer-size", 2_000_000_000, "--device", "cpu", script=script)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert "--buffer-size: the replay needs" in done.stderr and "GB free; give a smaller" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("name, more, files", [
+    ("spirl", ["--capture-video"], ["mae.pt", "agent.pt", "policy_attention.png", "policy.gif", "results.json"]),
+    ("mae", [], ["mae.pt", "mae_reconstruction.png", "loss.png", "results.json"]),  # the first and the last figure
+    ("de-rainbow", [], ["agent.pt", "results.json"]),
+])
+def test_a_write_that_fails_at_any_file(tmp_path, whole, monkeypatch, name, more, files):
+    """The disk is full as a file is to get its name: one error; with room again the run goes on, to the same end."""
+    script, *flags = RUNS[name]
+    full, rename = None, os.replace
+
+    def replace(source, target):
+        if Path(target).name == full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(fcntl, "flock", lambda *lock: None)  # this process outlives its failed runs and their locks
+    start_flags = [*flags, *more, "--run-name"]
+    for full, now in (("args.json", [*start_flags, "x"]), (files[0], [*start_flags, "it"]),
+                      *((file, ["--resume", "runs/it"]) for file in files[1:]), ("checkpoint.pt", [])):
+        if full == "checkpoint.pt":  # not a result: the run goes on, and ends
+            run_here(tmp_path, monkeypatch, "--resume", "runs/it", script=script)
+            break
+        with pytest.raises(OSError, match=f"{full} cannot be written .*No space left on device.*; make room"):
+            run_here(tmp_path, monkeypatch, *now, script=script)
+    full = None
+    same_end(whole(name)[0], tmp_path / "runs/it")
 
 
-def test_a_game_that_does_not_come_back_is_an_error(tmp_path, stopped):
+def test_a_folder_that_is_removed_comes_back(tmp_path, whole):
+    """With the next checkpoint: what a resume needs is in it again, and the run ends as any other."""
+    process = start(tmp_path, *RUNS["spirl"], "--run-name", "gone")
+    wait_for(process, "(?<!pre-)training: .*1[3-9][0-9]/")
+    path, err = tmp_path / "runs/gone", ""
+    while path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+    _, err = process.communicate()
+    assert process.returncode == 0 and "args.json is gone; it is written again" in err and "Traceback" not in err, err
+    for name in ("args.json", "mae.pt", "agent.pt", "results.json"):
+        assert (path / name).exists(), name
+    weights = [torch.load(folder / "agent.pt", weights_only=True)["model"] for folder in (path, whole("spirl")[0])]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert scalars(path)["eval/mean"]  # what came after
+
+
+def test_curves_survive_a_full_disk(tmp_path, capsys, monkeypatch):
+    """A real limit on a file's size: a gap in the curves, one warning, and a new file when there is room."""
+    monkeypatch.setattr(threading, "excepthook", lambda failed: None)  # as the scripts have it for OSError
+    curves = spirl.Curves(tmp_path)
+    curves.add_scalar("x", 1.0, 1)
+    curves.flush()
+    size, limits = next(tmp_path.iterdir()).stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        for step in (2, 3):
+            curves.add_scalar("x", float(step), step)
+        time.sleep(0.5)
+        curves.add_scalar("x", 4.0, 4)
+        curves.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "warning: TensorBoard's curves cannot be written" in capsys.readouterr().err
+    curves.flush()
+    curves.add_scalar("x", 5.0, 5)
+    curves.flush()
+    points = scalars(tmp_path)["x"]
+    assert points[0] == (1, 1.0) and points[-1] == (5, 5.0)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_diverges_leaves_a_sound_checkpoint(tmp_path, monkeypatch):
+    script, *flags = RUNS["spirl"]
+    with pytest.raises(SystemExit, match="error: not all is finite at step [0-9]+: .*'loss': nan.*start anew"):
+        run_here(tmp_path, monkeypatch, *flags, "--learning-rate", "1e8", "--run-name", "wild", script=script)
+    content = torch.load(tmp_path / "runs/wild/checkpoint.pt", weights_only=True)["training"]
+    assert content["counters"][0] > 120  # from the step that failed, not from the last one that was due
+    assert all(value.isfinite().all() for value in content["online"].values())
+    assert content["replay"]["priorities"].isfinite().all()
+
+
+def test_a_game_that_does_not_come_back_is_an_error(tmp_path, stopped, monkeypatch):
     folder = tmp_path / "changed"
     folder.mkdir()
     for name in ("args.json", "mae.pt"):
@@ -252,6 +364,6 @@ def test_a_game_that_does_not_come_back_is_an_error(tmp_path, stopped):
     content = torch.load(stopped / "checkpoint.pt", weights_only=True)
     content["training"]["observation"] += 1  # as if the emulator drew another picture
     torch.save(content, folder / "checkpoint.pt")
-    done = run(tmp_path, "--resume", folder)
-    assert done.returncode == 1 and "the game does not come back to where it was" in done.stderr
-    assert "Traceback" not in done.stderr and os.path.exists(folder / "checkpoint.pt")
+    with pytest.raises(SystemExit, match="the game does not come back to where it was at step"):
+        run_here(tmp_path, monkeypatch, "--resume", folder)
+    assert (folder / "checkpoint.pt").exists()
