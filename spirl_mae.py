@@ -11,13 +11,14 @@ many are (Fig. 3). There is no reinforcement learning here: `spirl_rainbow.py` t
     python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000  # only look at what one has learned
 
 Contents, in reading order:
-    1. Arguments      Args, check_common_args, check_args, resumed_args, pick_device
+    1. Arguments      Args, parse_args, check_common_args, check_args, resumed_args, pick_device, check_memory
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
     4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, ideal_max_ratio
     5. Figures        decoder_pictures, paint, draw_...
-    6. Files          write_whole, read_checkpoint, save_checkpoint, load_checkpoint, Signals, save_mae, load_mae
-    7. Main
+    6. Files          write_whole, read_checkpoint, Curves, save_checkpoint, lock_run, load_checkpoint, Signals,
+                      save_mae, load_mae
+    7. Main           count_salient_patches
 
 Shape letters: B batch, P patches a side, N = P**2, D width of a layer, T tokens, H attention heads, d = D / H,
 K patches that the encoder sees or that are selected, M neighbourhoods. (In code F is torch.nn.functional; in frames'
@@ -80,7 +81,7 @@ class Args:
     """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
     checkpoint_frequency: int = 10_000
     """training steps between two checkpoints (ours); pre-training has one every epoch; 0: only where a signal stops the
-    run, and before an evaluation"""
+    run, after pre-training and before an evaluation"""
     resume: Path | None = None
     """folder of an unfinished run to go on with; the run's own arguments hold, so no other flag may stand beside it"""
 
@@ -124,11 +125,12 @@ class Args:
     the default, and mr* of the pre-training frames for any other game)"""
     lorenz_slope: float = 0.5
     """slope of the Lorenz curve where dynamic-K cuts it. The paper's 45 degrees would be 1. The authors' code divides
-    the curve's rise over two patches by one patch's step, which makes it 0.5, and 0.5 comes near the paper's mr*"""
+    the curve's rise over two patches by one patch's step, which makes it 0.5. With our MAEs 0.5 keeps more patches than
+    the paper, and 1 comes nearer to it: see the README"""
     coverage: float = 0.999
     """share of the frames of which mr* keeps every salient patch (Appendix B.5: more than 99.9 %)"""
     error_cache_size: int = 2**22
-    """patch errors remembered (ours: 52 MB; a 100K run meets some millions); when full, the oldest are replaced"""
+    """patch errors remembered (ours: 55 MB; a 100K run meets some millions); when full, the oldest are replaced"""
 
 
 def fail(message):
@@ -167,11 +169,11 @@ def check_common_args(args):
                                "priority_weight")
         if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
             fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
-        bits = 31 if name in counts or isinstance(value, float) else 14
+        bits = 31 if name in counts or isinstance(value, float) else 12
         if abs(value) >= 2**bits:
             fail(f"{flag} is {value}; give a number below 2**{bits}")
         shares = ("gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight",
-                  "eval_epsilon")
+                  "eval_epsilon")  # not each script has each of them
         if name in shares and value > 1:
             fail(f"{flag} is {value}; give a share of at most 1")
     if args.threads > os.cpu_count():
@@ -180,7 +182,7 @@ def check_common_args(args):
              if name.startswith("ALE/") and spec.entry_point == "ale_py.env:AtariEnv"}
     if args.env_id not in games.values():
         wanted = args.env_id.lower() if args.env_id.lower().startswith("ale/") else f"ale/{args.env_id.lower()}"
-        close = [games[name] for name in difflib.get_close_matches(wanted, games, n=3, cutoff=0.3)]
+        close = [games[name] for name in difflib.get_close_matches(wanted, games, n=3, cutoff=0.0)]
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
     if args.image_size % args.patch_size:
         fail(f"--image-size {args.image_size} is not a multiple of --patch-size {args.patch_size}")
@@ -196,12 +198,13 @@ def check_common_args(args):
     if num_patches > 64**2:
         fail(f"--image-size {args.image_size} holds {num_patches} patches; give at most {64 * args.patch_size}")
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
-        fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
+        fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most "
+             f"{math.floor(1e4 - 1e4 / num_patches) / 1e4}")
     if args.resume is not None:
         return  # the run has its folder and its mae.pt
-    if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
+    if args.mae_checkpoint is not None and not os.path.isfile(args.mae_checkpoint):
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
-    usable = Path(args.run_name).name == args.run_name != ".." and len(args.run_name) < 200
+    usable = Path(args.run_name).name == args.run_name != ".." and len(os.fsencode(args.run_name)) < 200
     if args.run_name and (not usable or (Path("runs") / args.run_name).exists()):
         fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
 
@@ -213,27 +216,33 @@ def check_args(args):
         fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
-        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
+        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least "
+             f"{math.ceil(1e4 / num_patches) / 1e4}")
 
 
 def resumed_args(args):
     """The arguments of the run that --resume names, or, without that flag, `args` themselves."""
     if args.resume is None:
+        if any(word.split("=")[0] == "--resume" for word in sys.argv[1:]):
+            fail("--resume None is not the folder of a run; give one, runs/NAME")
         return args
     words = [word.removeprefix("--resume=") for word in sys.argv[1:] if word != "--resume"]
     others = [word for word in words if Path(word) != args.resume]
     if others:
         fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
-    if not (args.resume / "args.json").is_file():
+    if not os.path.isfile(args.resume / "args.json"):
         fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
     if (args.resume / "results.json").exists():
         fail(f"--resume {args.resume} is a finished run: its results.json is there; start a new one")
     try:
         stored = json.loads((args.resume / "args.json").read_text())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fail(f"--resume {args.resume}: its args.json is damaged ({error}); start a new run")
     if not isinstance(stored, dict) or stored.keys() != plain_args(args).keys():
         fail(f"--resume {args.resume} is a run of another script or version; use what started it")
+    for name, value in vars(args).items():
+        if name != "resume" and None not in (value, stored[name]) and type(stored[name]) is not type(value):
+            fail(f"--resume {args.resume}: its args.json is damaged ({name} is {stored[name]!r}); start a new run")
     paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
     return type(args)(**{**stored, **paths, "resume": args.resume})
 
@@ -539,15 +548,17 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         for batch in shuffled.split(args.mae_batch_size)[step - epoch * batches :]:
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
+            mask_state = masks.get_state()
             loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
             value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
             if not math.isfinite(value + norm):
+                masks.set_state(mask_state)
                 if pause:
                     pause(state, due=True)
-                sys.exit(f"error: the MAE's loss is {value}, its gradient's norm {norm} at step {step + 1}, which is not "
-                         "taken; try a smaller --mae-learning-rate")
+                sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
+                         "it is not taken; try a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -576,7 +587,10 @@ def mae_loss(mae, frames, mask_ratio, batch_size):
 
 
 def surrounding_patches(side):
-    """surr(i, j): for each of the side**2 patches the ids of the 8 around it (5 on an edge, 3 in a corner), a list."""
+    """surr(i, j): for each of the side**2 patches the ids of the 8 around it (5 on an edge, 3 in a corner), a list.
+
+    The paper's formula, read literally, gives the four diagonal ones; its figures and the authors' code have all 8.
+    """
     around = []
     for row in range(side):
         for column in range(side):
@@ -600,7 +614,9 @@ def rebuild_from_surroundings(mae, frames):
 def reconstruction_error_map(mae, frames):
     """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings.
 
-    The plain definition, one pass of the whole MAE a patch. `ErrorMapCache` gives the same values far faster.
+    The mean squared difference from the patch's normalised pixels, which is what the MAE learned to rebuild (the
+    paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE a
+    patch; `ErrorMapCache` gives the same values far faster.
     """
     target = normalize_patches(mae.patchify(frames).float() / 255)  # Eq. (2)
     return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
@@ -1008,6 +1024,9 @@ def write_whole(path, write):
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the new name too is on the disk now
+        os.close(folder)
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(f"{path} cannot be written ({reason}); make room for it or give it back its folder") from error
@@ -1016,9 +1035,28 @@ def write_whole(path, write):
             temporary.unlink()
 
 
+class Messages:
+    """sys.stdout or sys.stderr for a long run: where it cannot be written (a log on a full disk), nothing is lost."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+
 def one_line_for_files(kind, error, traceback):
     """An excepthook: what went wrong with a file, or no memory, is one line; any other error its traceback."""
-    if issubclass(kind, OSError | MemoryError) or "allocate" in str(error):
+    if issubclass(kind, OSError | MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         print(f"error: {(str(error) or kind.__name__).splitlines()[0]}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
@@ -1037,7 +1075,7 @@ def read_checkpoint(path, flag, kind="a checkpoint"):
         if damaged:
             raise ValueError(f"{damaged} in it is damaged")
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # read when it is used
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
         return content
@@ -1089,11 +1127,11 @@ def save_checkpoint(run_dir, curves, files, content):
     written there is a warning, the run goes on, and an earlier checkpoint stands.
     """
     try:
+        curves.flush()  # to a new file where the folder is gone
         for name, write in files.items():
             if not (run_dir / name).exists():
                 print(f"warning: {run_dir / name} is gone; it is written again", file=sys.stderr)
                 write()
-        curves.flush()
         events = {}
         for path in run_dir.glob("events.*"):
             with open(path, "rb") as file:
@@ -1102,7 +1140,7 @@ def save_checkpoint(run_dir, curves, files, content):
         content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
     except OSError as error:
-        print(f"warning: {error}; an earlier checkpoint stands", file=sys.stderr)
+        print(f"warning: {error}; an earlier checkpoint, if there is one, stands", file=sys.stderr)
 
 
 def lock_run(run_dir):
@@ -1120,27 +1158,35 @@ def lock_run(run_dir):
 def load_checkpoint(run_dir, args, device):
     """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
 
-    What TensorBoard got after that moment is cut off, since it will come again. Exits with status 2 if the checkpoint
-    is damaged, or of another script, other arguments, versions or kind of device: the run would go on differently.
+    Exits with status 2 if it is damaged, or of another script, other arguments, versions or kind of device: the run
+    would go on differently.
     """
     path, content = run_dir / "checkpoint.pt", {}
     if path.exists():
         content = read_checkpoint(path, "--resume")
         here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
-        there = {"script": content.get("script"), "device_type": content.get("device_type"),
-                 **content.get("args", {}), **content.get("versions", {})}
+        there = {"script": content.get("script"), "device_type": content.get("device_type")}
+        for part in ("args", "versions"):
+            there |= content[part] if isinstance(content.get(part), dict) else {}
         for name, value in here.items():
             if there.get(name) != value:
                 fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
                      f"with what started it")
+    return content
+
+
+def cut_curves(run_dir, events):
+    """Cut off what TensorBoard got after the checkpoint with these `events`, for it will come again.
+
+    What is left of files that were being written is swept up too.
+    """
     for file in run_dir.glob("events.*"):
-        if file.name in content.get("events", {}):
-            os.truncate(file, min(content["events"][file.name], file.stat().st_size))
+        if file.name in events:
+            os.truncate(file, min(events[file.name], file.stat().st_size))
         else:
             file.unlink()
-    for file in run_dir.glob(".[0-9]*.*"):  # a write that was cut off
+    for file in run_dir.rglob(".[0-9]*.*"):
         file.unlink()
-    return content
 
 
 class Signals:
@@ -1199,6 +1245,7 @@ def load_mae(path, mae, args):
     try:
         state = content["model"]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
+        sizes = dict(content.get("sizes", {}))
         salient_counts = content.get("salient_counts")
         if salient_counts is not None:
             salient_counts = {"counts": salient_counts["counts"], "lorenz_slope": salient_counts["lorenz_slope"]}
@@ -1207,7 +1254,7 @@ def load_mae(path, mae, args):
         fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({reason}); give a mae.pt")
     if content.get("env_id", args.env_id) != args.env_id:
         fail(f"--mae-checkpoint {path} is of {content['env_id']}; give --env-id {content['env_id']} or another file")
-    for name, value in content.get("sizes", {}).items():
+    for name, value in sizes.items():
         if value != mae_sizes(args).get(name):
             fail(f"--mae-checkpoint {path} has {name} {value}; give --{name.replace('_', '-')} {value}")
     wanted = {name: tuple(value.shape) for name, value in mae.state_dict().items()}
@@ -1223,6 +1270,7 @@ def load_mae(path, mae, args):
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = Messages(sys.stdout), Messages(sys.stderr)
     sys.excepthook = one_line_for_files
     # TensorBoard's thread: where it fails to write, Curves says so.
     threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or threading.__excepthook__(failed)
@@ -1233,8 +1281,10 @@ if __name__ == "__main__":
     if args.threads:
         torch.set_num_threads(args.threads)
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    all_patches = (args.image_size // args.patch_size) ** 2
     check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3,
-                  "--error-cache-size": args.error_cache_size * 13}, torch.device("cpu"))
+                  "--error-cache-size": args.error_cache_size * 13,
+                  "--image-size": 8 * all_patches * (all_patches + 1) * args.decoder_dim}, torch.device("cpu"))
     seconds = defaultdict(float)  # wall seconds by phase
 
     @contextlib.contextmanager
@@ -1279,6 +1329,8 @@ if __name__ == "__main__":
 
     losses = checkpoint.get("losses", {"mae/loss": [], "mae/held_out_loss": []})  # (step, loss)
     if not args.mae_checkpoint:
+        if args.resume:
+            cut_curves(run_dir, checkpoint.get("events", {}))
         curves = Curves(run_dir)
 
         def log(name, value, step):

@@ -11,7 +11,7 @@ pools them, and Data-Efficient Rainbow decides what to do (Fig. 5).
     python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
 
 Contents, in reading order:
-    1. Arguments      Args, check_common_args, check_agent_args, check_args, resumed_args, pick_device,
+    1. Arguments      Args, parse_args, check_common_args, check_agent_args, check_args, resumed_args, pick_device,
                       check_memory, check_compiler
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
@@ -19,8 +19,9 @@ Contents, in reading order:
     5. Replay         Replay
     6. Agent          NoisyLinear, SalientPatchTransformer, RainbowNetwork, project_distribution, c51_loss, learn
     7. Evaluation     evaluate, watch_game, attended_patches, draw_policy_attention, save_video
-    8. Files          write_whole, read_checkpoint, save_checkpoint, load_checkpoint, Signals, save_mae, load_mae
-    9. Main
+    8. Files          write_whole, read_checkpoint, Curves, save_checkpoint, lock_run, load_checkpoint, Signals,
+                      save_mae, load_mae
+    9. Main           count_salient_patches, look_at_patches
 
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
 D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E environments, K patches that the
@@ -30,6 +31,7 @@ encoder sees, M neighbourhoods. (In code F is torch.nn.functional; in frames' sh
 import argparse
 import atexit
 import contextlib
+import copy
 import difflib
 import fcntl
 import io
@@ -87,14 +89,14 @@ class Args:
     """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
     checkpoint_frequency: int = 10_000
     """training steps between two checkpoints (ours); pre-training has one every epoch; 0: only where a signal stops the
-    run, and before an evaluation"""
+    run, after pre-training and before an evaluation"""
     resume: Path | None = None
     """folder of an unfinished run to go on with; the run's own arguments hold, so no other flag may stand beside it"""
     compile: bool = False
     """torch.compile the update, with CUDA graphs on a GPU: the same results up to rounding after a minute of compiling;
     it needs a C++ compiler (on a CPU) or Triton (on a GPU)"""
     capture_video: bool = False
-    """save a game of the final policy, what it looks at marked, as videos/*.gif"""
+    """save a game of the reported policy, what it looks at marked, as videos/*.gif"""
 
     # The masked auto-encoder and its pre-training
     mae_checkpoint: Path | None = None
@@ -136,9 +138,10 @@ class Args:
     the default, and mr* of the pre-training frames for any other game)"""
     lorenz_slope: float = 0.5
     """slope of the Lorenz curve where dynamic-K cuts it. The paper's 45 degrees would be 1. The authors' code divides
-    the curve's rise over two patches by one patch's step, which makes it 0.5, and 0.5 comes near the paper's mr*"""
+    the curve's rise over two patches by one patch's step, which makes it 0.5. With our MAEs 0.5 keeps more patches than
+    the paper, and 1 comes nearer to it: see the README"""
     error_cache_size: int = 2**22
-    """patch errors remembered (ours: 52 MB; a 100K run meets some millions); when full, the oldest are replaced"""
+    """patch errors remembered (ours: 55 MB; a 100K run meets some millions); when full, the oldest are replaced"""
 
     # The agent
     padding: Literal["zero", "token", "mask"] = "zero"
@@ -169,7 +172,8 @@ class Args:
     learning_starts: int = 1600
     """uniformly random steps before the first update (Table 10)"""
     train_frequency: int = 1
-    """steps an update (Table 10: 1 in the 100K setting, 4 in the 400K setting)"""
+    """steps an update, once learning has started (Table 10: 1 in the 100K setting, so 98,400 updates; 4 in the 400K
+    setting)"""
     buffer_size: int = 100_000
     """frames in the replay (Table 10: 100K or 400K)"""
     batch_size: int = 32
@@ -238,11 +242,11 @@ def check_common_args(args):
                                "priority_weight")
         if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
             fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
-        bits = 31 if name in counts or isinstance(value, float) else 14
+        bits = 31 if name in counts or isinstance(value, float) else 12
         if abs(value) >= 2**bits:
             fail(f"{flag} is {value}; give a number below 2**{bits}")
         shares = ("gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight",
-                  "eval_epsilon")
+                  "eval_epsilon")  # not each script has each of them
         if name in shares and value > 1:
             fail(f"{flag} is {value}; give a share of at most 1")
     if args.threads > os.cpu_count():
@@ -251,7 +255,7 @@ def check_common_args(args):
              if name.startswith("ALE/") and spec.entry_point == "ale_py.env:AtariEnv"}
     if args.env_id not in games.values():
         wanted = args.env_id.lower() if args.env_id.lower().startswith("ale/") else f"ale/{args.env_id.lower()}"
-        close = [games[name] for name in difflib.get_close_matches(wanted, games, n=3, cutoff=0.3)]
+        close = [games[name] for name in difflib.get_close_matches(wanted, games, n=3, cutoff=0.0)]
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
     if args.image_size % args.patch_size:
         fail(f"--image-size {args.image_size} is not a multiple of --patch-size {args.patch_size}")
@@ -267,12 +271,13 @@ def check_common_args(args):
     if num_patches > 64**2:
         fail(f"--image-size {args.image_size} holds {num_patches} patches; give at most {64 * args.patch_size}")
     if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
-        fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most {1 - 1 / num_patches:.3f}")
+        fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most "
+             f"{math.floor(1e4 - 1e4 / num_patches) / 1e4}")
     if args.resume is not None:
         return  # the run has its folder and its mae.pt
-    if args.mae_checkpoint is not None and not args.mae_checkpoint.is_file():
+    if args.mae_checkpoint is not None and not os.path.isfile(args.mae_checkpoint):
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
-    usable = Path(args.run_name).name == args.run_name != ".." and len(args.run_name) < 200
+    usable = Path(args.run_name).name == args.run_name != ".." and len(os.fsencode(args.run_name)) < 200
     if args.run_name and (not usable or (Path("runs") / args.run_name).exists()):
         fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
 
@@ -303,27 +308,33 @@ def check_args(args):
         fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
-        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least {1 / num_patches:.4f}")
+        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least "
+             f"{math.ceil(1e4 / num_patches) / 1e4}")
 
 
 def resumed_args(args):
     """The arguments of the run that --resume names, or, without that flag, `args` themselves."""
     if args.resume is None:
+        if any(word.split("=")[0] == "--resume" for word in sys.argv[1:]):
+            fail("--resume None is not the folder of a run; give one, runs/NAME")
         return args
     words = [word.removeprefix("--resume=") for word in sys.argv[1:] if word != "--resume"]
     others = [word for word in words if Path(word) != args.resume]
     if others:
         fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
-    if not (args.resume / "args.json").is_file():
+    if not os.path.isfile(args.resume / "args.json"):
         fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
     if (args.resume / "results.json").exists():
         fail(f"--resume {args.resume} is a finished run: its results.json is there; start a new one")
     try:
         stored = json.loads((args.resume / "args.json").read_text())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         fail(f"--resume {args.resume}: its args.json is damaged ({error}); start a new run")
     if not isinstance(stored, dict) or stored.keys() != plain_args(args).keys():
         fail(f"--resume {args.resume} is a run of another script or version; use what started it")
+    for name, value in vars(args).items():
+        if name != "resume" and None not in (value, stored[name]) and type(stored[name]) is not type(value):
+            fail(f"--resume {args.resume}: its args.json is damaged ({name} is {stored[name]!r}); start a new run")
     paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
     return type(args)(**{**stored, **paths, "resume": args.resume})
 
@@ -639,15 +650,17 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         for batch in shuffled.split(args.mae_batch_size)[step - epoch * batches :]:
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
+            mask_state = masks.get_state()
             loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
             value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
             if not math.isfinite(value + norm):
+                masks.set_state(mask_state)
                 if pause:
                     pause(state, due=True)
-                sys.exit(f"error: the MAE's loss is {value}, its gradient's norm {norm} at step {step + 1}, which is not "
-                         "taken; try a smaller --mae-learning-rate")
+                sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
+                         "it is not taken; try a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -676,7 +689,10 @@ def mae_loss(mae, frames, mask_ratio, batch_size):
 
 
 def surrounding_patches(side):
-    """surr(i, j): for each of the side**2 patches the ids of the 8 around it (5 on an edge, 3 in a corner), a list."""
+    """surr(i, j): for each of the side**2 patches the ids of the 8 around it (5 on an edge, 3 in a corner), a list.
+
+    The paper's formula, read literally, gives the four diagonal ones; its figures and the authors' code have all 8.
+    """
     around = []
     for row in range(side):
         for column in range(side):
@@ -700,7 +716,9 @@ def rebuild_from_surroundings(mae, frames):
 def reconstruction_error_map(mae, frames):
     """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings.
 
-    The plain definition, one pass of the whole MAE a patch. `ErrorMapCache` gives the same values far faster.
+    The mean squared difference from the patch's normalised pixels, which is what the MAE learned to rebuild (the
+    paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE a
+    patch; `ErrorMapCache` gives the same values far faster.
     """
     target = normalize_patches(mae.patchify(frames).float() / 255)  # Eq. (2)
     return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
@@ -1016,7 +1034,7 @@ class Replay:
     def sample(self, batch_size, beta, generator):
         """Slots (B,), in proportion to p**alpha, one from each of B equal shares of the mass; weights (B,) float32.
 
-        The weights (1/p)**beta, over the batch's largest, correct for the uneven sampling.
+        The weights (1/P)**beta, over the batch's largest, correct for the uneven sampling: P is a slot's share.
         """
         # A cumulative sum and a binary search: at 100K to 400K slots as fast as a sum tree, and in one piece.
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
@@ -1203,9 +1221,10 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, w
 
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
-    """One update of the online network; returns tensors (0-dimensional): loss, q (mean) and grad_norm.
+    """One update of the online network; returns tensors (0-dimensional): loss, q (mean), grad_norm and skipped.
 
-    An update whose loss or gradient is not finite changes neither weights nor priorities. `optimizer` is a fused one.
+    skipped is 1 where the loss or the gradient is not finite: then neither weights nor priorities change, only the
+    random streams. `optimizer` is a fused one.
     `loss_function` is c51_loss, or what torch.compile makes of it; in CUDA graphs the next call overwrites its results.
     """
     optimizer.zero_grad()
@@ -1220,8 +1239,8 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
     # A fused optimiser skips its step where found_inf is 1 (as for torch.amp.GradScaler): nobody waits to see it.
     optimizer.found_inf = 1 - (loss.detach() + grad_norm).isfinite().float()
     optimizer.step()
-    replay.set_priorities(slots, divergence)
-    return {"loss": loss.detach(), "q": q, "grad_norm": grad_norm}
+    replay.set_priorities(slots, torch.where(optimizer.found_inf == 1, math.nan, divergence))
+    return {"loss": loss.detach(), "q": q, "grad_norm": grad_norm, "skipped": optimizer.found_inf}
 
 
 # ----------------------------------------------------------------------------------------------------- 7. Evaluation
@@ -1370,6 +1389,9 @@ def write_whole(path, write):
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the new name too is on the disk now
+        os.close(folder)
     except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(f"{path} cannot be written ({reason}); make room for it or give it back its folder") from error
@@ -1378,9 +1400,28 @@ def write_whole(path, write):
             temporary.unlink()
 
 
+class Messages:
+    """sys.stdout or sys.stderr for a long run: where it cannot be written (a log on a full disk), nothing is lost."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+
 def one_line_for_files(kind, error, traceback):
     """An excepthook: what went wrong with a file, or no memory, is one line; any other error its traceback."""
-    if issubclass(kind, OSError | MemoryError) or "allocate" in str(error):
+    if issubclass(kind, OSError | MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         print(f"error: {(str(error) or kind.__name__).splitlines()[0]}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
@@ -1399,7 +1440,7 @@ def read_checkpoint(path, flag, kind="a checkpoint"):
         if damaged:
             raise ValueError(f"{damaged} in it is damaged")
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # read when it is used
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
         return content
@@ -1451,11 +1492,11 @@ def save_checkpoint(run_dir, curves, files, content):
     written there is a warning, the run goes on, and an earlier checkpoint stands.
     """
     try:
+        curves.flush()  # to a new file where the folder is gone
         for name, write in files.items():
             if not (run_dir / name).exists():
                 print(f"warning: {run_dir / name} is gone; it is written again", file=sys.stderr)
                 write()
-        curves.flush()
         events = {}
         for path in run_dir.glob("events.*"):
             with open(path, "rb") as file:
@@ -1464,7 +1505,7 @@ def save_checkpoint(run_dir, curves, files, content):
         content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
     except OSError as error:
-        print(f"warning: {error}; an earlier checkpoint stands", file=sys.stderr)
+        print(f"warning: {error}; an earlier checkpoint, if there is one, stands", file=sys.stderr)
 
 
 def lock_run(run_dir):
@@ -1482,27 +1523,35 @@ def lock_run(run_dir):
 def load_checkpoint(run_dir, args, device):
     """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
 
-    What TensorBoard got after that moment is cut off, since it will come again. Exits with status 2 if the checkpoint
-    is damaged, or of another script, other arguments, versions or kind of device: the run would go on differently.
+    Exits with status 2 if it is damaged, or of another script, other arguments, versions or kind of device: the run
+    would go on differently.
     """
     path, content = run_dir / "checkpoint.pt", {}
     if path.exists():
         content = read_checkpoint(path, "--resume")
         here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
-        there = {"script": content.get("script"), "device_type": content.get("device_type"),
-                 **content.get("args", {}), **content.get("versions", {})}
+        there = {"script": content.get("script"), "device_type": content.get("device_type")}
+        for part in ("args", "versions"):
+            there |= content[part] if isinstance(content.get(part), dict) else {}
         for name, value in here.items():
             if there.get(name) != value:
                 fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
                      f"with what started it")
+    return content
+
+
+def cut_curves(run_dir, events):
+    """Cut off what TensorBoard got after the checkpoint with these `events`, for it will come again.
+
+    What is left of files that were being written is swept up too.
+    """
     for file in run_dir.glob("events.*"):
-        if file.name in content.get("events", {}):
-            os.truncate(file, min(content["events"][file.name], file.stat().st_size))
+        if file.name in events:
+            os.truncate(file, min(events[file.name], file.stat().st_size))
         else:
             file.unlink()
-    for file in run_dir.glob(".[0-9]*.*"):  # a write that was cut off
+    for file in run_dir.rglob(".[0-9]*.*"):
         file.unlink()
-    return content
 
 
 class Signals:
@@ -1561,6 +1610,7 @@ def load_mae(path, mae, args):
     try:
         state = content["model"]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
+        sizes = dict(content.get("sizes", {}))
         salient_counts = content.get("salient_counts")
         if salient_counts is not None:
             salient_counts = {"counts": salient_counts["counts"], "lorenz_slope": salient_counts["lorenz_slope"]}
@@ -1569,7 +1619,7 @@ def load_mae(path, mae, args):
         fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({reason}); give a mae.pt")
     if content.get("env_id", args.env_id) != args.env_id:
         fail(f"--mae-checkpoint {path} is of {content['env_id']}; give --env-id {content['env_id']} or another file")
-    for name, value in content.get("sizes", {}).items():
+    for name, value in sizes.items():
         if value != mae_sizes(args).get(name):
             fail(f"--mae-checkpoint {path} has {name} {value}; give --{name.replace('_', '-')} {value}")
     wanted = {name: tuple(value.shape) for name, value in mae.state_dict().items()}
@@ -1605,6 +1655,7 @@ def look_at_patches(mae, error_map, frames, max_patches, lorenz_slope, clock=con
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = Messages(sys.stdout), Messages(sys.stderr)
     sys.excepthook = one_line_for_files
     # TensorBoard's thread: where it fails to write, Curves says so.
     threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or threading.__excepthook__(failed)
@@ -1613,9 +1664,11 @@ if __name__ == "__main__":
     check_args(args)
     device = pick_device(args.device)
     ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, 0.95)  # for another game mr* is not known yet
-    patches = ratio_to_patches(ratio, (args.image_size // args.patch_size) ** 2)
+    all_patches = (args.image_size // args.patch_size) ** 2
+    patches = ratio_to_patches(ratio, all_patches)
     check_memory({"--buffer-size": args.buffer_size * (patches * args.encoder_dim * 2 + 30),
-                  "--error-cache-size": args.error_cache_size * 13}, device)
+                  "--error-cache-size": args.error_cache_size * 13,
+                  "--image-size": 8 * all_patches * (all_patches + 1) * args.decoder_dim}, device)  # ErrorMapCache's
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     if not args.mae_checkpoint:
         check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3}, torch.device("cpu"))
@@ -1637,17 +1690,22 @@ if __name__ == "__main__":
     lock = lock_run(run_dir) if args.resume else None
     checkpoint = load_checkpoint(run_dir, args, device) if args.resume else {}
     training = checkpoint.pop("training", None)  # None where training has not begun
-    mae_checkpoint = run_dir / "mae.pt" if training else args.mae_checkpoint  # None where it is still to be trained
+    pretrained = bool(training or args.mae_checkpoint)
 
     # The masked auto-encoder, loaded or still to be trained.
     torch.manual_seed(args.seed)
     with torch.device(device):
         mae = MaskedAutoencoder(**mae_sizes(args))
     slope = args.lorenz_slope if args.selection == "dynamic" else None
-    salient_counts = load_mae(mae_checkpoint, mae, args) if mae_checkpoint else None
+    salient_counts = None
+    if training:
+        mae.load_state_dict(training["mae"])
+        salient_counts = training["salient_counts"]
+    elif args.mae_checkpoint:
+        salient_counts = load_mae(args.mae_checkpoint, mae, args)
     max_ratio = args.max_ratio if args.max_ratio is not None else PAPER_MAX_RATIO.get(args.env_id)
     counted_at = salient_counts["lorenz_slope"] if salient_counts else None
-    if max_ratio is None and mae_checkpoint and counted_at != args.lorenz_slope:
+    if max_ratio is None and pretrained and counted_at != args.lorenz_slope:
         fail(f"--mae-checkpoint {args.mae_checkpoint} has no salient counts at slope {args.lorenz_slope}, "
              f"and {args.env_id} no ratio in the paper; give --max-ratio")
 
@@ -1661,6 +1719,8 @@ if __name__ == "__main__":
         files["args.json"]()
     lock = lock or lock_run(run_dir)
     signals.run_dir = run_dir
+    if args.resume:
+        cut_curves(run_dir, checkpoint.get("events", {}))
     curves = Curves(run_dir)
     seconds.update(checkpoint.get("seconds", {}))
 
@@ -1677,7 +1737,7 @@ if __name__ == "__main__":
         seconds["pretrain"] = time.perf_counter() - pretraining_began
         pause("pretraining", state, due)
 
-    if not mae_checkpoint:
+    if not pretrained:
         with clock("collect"):
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
         signals.at_once = False
@@ -1690,7 +1750,7 @@ if __name__ == "__main__":
     if not training:
         files["mae.pt"]()  # what took long is safe before anything else is done
     error_map = ErrorMapCache(mae, args.error_cache_size)
-    if not mae_checkpoint:
+    if not pretrained:
         with clock("count salient patches"):  # which also fills the table with what random play shows
             counts = count_salient_patches(error_map, frames[:num_frames], args.lorenz_slope, device)
         salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
@@ -1755,7 +1815,8 @@ if __name__ == "__main__":
             "counters": (step, games, score, length, updates, list(recent), evaluations, best_median, training_scores),
             "best_weights": best_weights, "actions_played": actions_played,
             "observation": torch.from_numpy(observation),
-            "error_map": error_map.state_dict(), "misses": (misses_before, logged_misses),
+            "mae": mae.state_dict(), "salient_counts": salient_counts, "error_map": error_map.state_dict(),
+            "misses": (misses_before, logged_misses),
         }
 
     misses_before = logged_misses = error_map.misses
@@ -1767,13 +1828,13 @@ if __name__ == "__main__":
         misses_before, logged_misses = training["misses"]
         online.load_state_dict(training["online"])
         target.load_state_dict(training["target"])
-        optimizer.load_state_dict(training["optimizer"])
+        optimizer.load_state_dict(copy.deepcopy(training["optimizer"]))  # it keeps what it gets
         replay.load_state_dict(training["replay"])
         generator.set_state(training["generator"])
         action_rng.bit_generator.state = training["action_rng"]
         step, games, score, length, updates, latest, evaluations, best_median, training_scores = training["counters"]
         recent.extend(latest)
-        best_weights, actions_played = training["best_weights"], training["actions_played"]
+        best_weights, actions_played = copy.deepcopy(training["best_weights"]), training["actions_played"]
         observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
         for action in actions_played:
             observation, *_ = envs.step(np.array([action]))
@@ -1781,20 +1842,11 @@ if __name__ == "__main__":
             sys.exit(f"error: --resume {run_dir}: the game does not come back to where it was at step {step} "
                      f"(ale-py {version('ale-py')}, as then); the checkpoint is of another game or machine")
         print(f"going on from step {step}")
-        training = None  # its memory is free again
+        training = None  # the file is free to be replaced
     logged_at, logged_step = time.perf_counter(), step
 
     def evaluation_is_due():
         return step > 0 and (step == args.total_timesteps or args.eval_frequency and step % args.eval_frequency == 0)
-
-    def finite(metrics):
-        """The metrics of an update as numbers. If one is not finite: a checkpoint of the state before, and the end."""
-        metrics = {name: float(value) for name, value in metrics.items()}
-        if not all(map(math.isfinite, metrics.values())):
-            pause("training", training_state, due=True)  # `learn` has changed nothing in such an update
-            sys.exit(f"error: not all is finite at step {step}: {metrics}; the checkpoint is from before it; start "
-                     "anew with a smaller --learning-rate")
-        return metrics
 
     def evaluate_now():
         """Evaluate, and keep the weights that the report will be about. A signal ends the program at once."""
@@ -1814,6 +1866,7 @@ if __name__ == "__main__":
         evaluate_now()  # the run was stopped in it: the checkpoint is written before
     signals.at_once = False  # from here on a step is finished and saved first
     pause("training", training_state, due=step == 0)
+    bad_step = torch.zeros((), device=device)  # the first whose update was not finite; 0: none so far
     progress = tqdm(range(step + 1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02, initial=step,
                     total=args.total_timesteps)
     for step in progress:
@@ -1852,14 +1905,18 @@ if __name__ == "__main__":
             with clock("update"):
                 metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator,
                                 loss_function)
+            bad_step = torch.where((bad_step == 0) & (metrics.pop("skipped") == 1), step, bad_step)
+            # To look at a GPU's result is to wait for it.
+            if (device.type == "cpu" or step % 100 == 0 or step == args.total_timesteps) and bad_step > 0:
+                pause("training", training_state, due=True)
+                sys.exit(f"error: the loss or its gradient is not finite at step {bad_step:.0f}, so that update is not "
+                         "taken; start anew with a smaller --learning-rate, or --resume without it")
             updates += 1
             if updates % args.target_update_frequency == 0:
                 target.load_state_dict(online.state_dict())
-            if device.type == "cpu" or updates % 100 == 0:  # to look at a GPU's result is to wait for it
-                metrics = finite(metrics)
             if updates % 100 == 0:
                 for name, value in metrics.items():
-                    curves.add_scalar({"q": "charts/q"}.get(name, f"losses/{name}"), value, step)
+                    curves.add_scalar({"q": "charts/q"}.get(name, f"losses/{name}"), value.item(), step)
 
         if step % 100 == 0:
             now = time.perf_counter()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,11 @@ COMMON = [
     (["--seed"], "Missing value for argument '--seed'"),
     (["--seeed", "1"], "Unrecognized options: --seeed, 1; Perhaps you meant: --seed INT"),
     (["frostbite"], "Unrecognized options: frostbite"),
+    (["--env-id", "zzzzzz"], "--env-id zzzzzz is not an Atari game of ale-py; the closest names are ALE/"),
+    (["--run-name", "\u6e38" * 150], "--run-name \u6e38+ is not the name of a new folder"),
     (["--resume", "nowhere"], "--resume nowhere is not the folder of a run"),
+    (["--resume", "x" * 300], "--resume x+ is not the folder of a run"),
+    (["--resume", "None"], "--resume None is not the folder of a run"),
     (["--resume", "nowhere", "--seed", "2"], "--resume stands alone"),
     (["--seed", "2", "--resume=nowhere"], "--resume stands alone"),
 ]
@@ -37,18 +40,20 @@ COMMON = [
 OF_MAE = [
     (["--image-size", "100"], "--image-size 100 is not a multiple of --patch-size 8"),
     (["--image-size", "16"], "--image-size 16 holds fewer than 3x3 patches; give at least 24"),
-    (["--image-size", "8000"], "--image-size 8000 holds 1000000 patches; give at most 512"),
+    (["--image-size", "4000"], "--image-size 4000 holds 250000 patches; give at most 512"),
     (["--encoder-heads", "5"], "--encoder-dim 64 is not a multiple of --encoder-heads 5"),
     (["--decoder-heads", "5"], "--decoder-dim 128 is not a multiple of --decoder-heads 5"),
     (["--encoder-dim", "62", "--encoder-heads", "2"], "--encoder-dim 62 is not a multiple of 4"),
-    (["--mae-mask-ratio", "0.999"], "--mae-mask-ratio 0.999 leaves no patch to see; give at most 0.993"),
+    (["--mae-mask-ratio", "0.999"], "--mae-mask-ratio 0.999 leaves no patch to see; give at most 0.993$"),
     (["--mae-frames", "10"], "--mae-frames 10 is not one batch; give at least --mae-batch-size 64"),
     (["--mae-frames", "2000000000"], "--mae-frames is too large: .* GB free; give a smaller --mae-frames"),
     (["--mae-checkpoint", "nowhere.pt"], "--mae-checkpoint nowhere.pt is not a file; give a mae.pt"),
+    (["--mae-checkpoint", "x" * 300], "--mae-checkpoint x+ is not a file; give a mae.pt"),
     (["--mae-checkpoint", "empty.pt"], "--mae-checkpoint empty.pt is not a MAE checkpoint"),
 ]
 OF_SELECTION = [
-    (["--max-ratio", "0.001"], "--max-ratio 0.001 keeps no patch of 144; give at least 0.0069"),
+    (["--max-ratio", "0.001"], "--max-ratio 0.001 keeps no patch of 144; give at least 0.007"),
+    (["--max-ratio", "0.0069"], "--max-ratio 0.0069 keeps no patch of 144; give at least 0.007"),
     (["--error-cache-size", "2000000000"], "--error-cache-size is too large"),
 ]
 OF_AGENT = [
@@ -101,7 +106,7 @@ def test_a_process_ends_with_status_2(tmp_path, script):
 
 # A zero that means something: nothing of it, or PyTorch's choice, or only at the end.
 ZERO_WORKS = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "eval_epsilon", "gamma", "mae_weight_decay",
-              "noisy_std", "priority_exponent", "priority_weight", "v_min", "v_max", "mae_mask_ratio"}
+              "noisy_std", "priority_exponent", "priority_weight", "v_min", "v_max"}
 SHARES = {"gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight", "eval_epsilon"}
 
 
@@ -131,10 +136,20 @@ def test_every_number_is_checked(script, capsys):
     print(f"{tried} numbers refused")
 
 
+@pytest.mark.parametrize("side", [3, 7, 10, 12, 64])
+def test_the_ratios_that_are_advised_work(side, capsys):
+    """What the message says would work is accepted, on any number of patches."""
+    for field, wrong in (("max_ratio", 0.5 / side**2), ("mae_mask_ratio", 1 - 0.5 / side**2)):
+        args = {"image_size": 8 * side, "env_id": "ALE/Pong-v5"}
+        with pytest.raises(SystemExit):
+            spirl_rainbow.check_args(spirl_rainbow.Args(**args, **{field: wrong}))
+        advised = float(capsys.readouterr().err.split()[-1])
+        spirl_rainbow.check_args(spirl_rainbow.Args(**args, **{field: advised}))
+
+
 def test_a_run_folder_that_exists_is_not_touched(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs/done").mkdir(parents=True)
     (tmp_path / "runs/done/results.json").write_text("{}")
     for script in SCRIPTS:
         err = refusal(tmp_path, monkeypatch, capsys, "--run-name", "done", script=script)
         assert err.startswith("error: --run-name done is not the name of a new folder in runs/; give another name")
-    assert sys.argv[1:] == ["--run-name", "done"]

@@ -20,8 +20,8 @@ SHARED = {
     "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE", "check_agent_args",
     "encode_patches", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
     "resumed_args", "check_memory", "read_checkpoint", "package_versions", "save_checkpoint", "load_checkpoint",
-    "Signals", "one_line_for_files", "parse_args", "Curves", "lock_run", "c51_loss", "learn", "evaluate", "watch_game",
-    "attended_patches", "draw_policy_attention", "save_video",
+    "Signals", "Messages", "one_line_for_files", "parse_args", "Curves", "lock_run", "cut_curves", "c51_loss", "learn",
+    "evaluate", "watch_game", "attended_patches", "draw_policy_attention", "save_video",
 }
 
 # Names that differ on purpose, and why.
@@ -50,7 +50,8 @@ ONLY_SPIRL = {
     'curves.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
     'curves.add_scalar("cache/entries", len(error_map), step)',
     'logged_misses = error_map.misses',
-    '"error_map": error_map.state_dict(), "misses": (misses_before, logged_misses),',
+    '"mae": mae.state_dict(), "salient_counts": salient_counts, "error_map": error_map.state_dict(),',
+    '"misses": (misses_before, logged_misses),',
     'misses = (error_map.misses - logged_misses) / 100',
     'misses_before = logged_misses = error_map.misses',
     'misses_before, logged_misses = training["misses"]',
@@ -61,6 +62,7 @@ ONLY_BASELINES = {
     'replay = Replay(args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma,',
     'args.priority_exponent)',
     '"""Store what the agent sees of an observation (1, 1, H, W, ...)."""',
+    '**({"mae": mae.state_dict(), "salient_counts": salient_counts} if args.method == "mae-all" else {}),',
     'with clock("encode"):',
     'seen, count, *_ = look(torch.from_numpy(observation[:, 0]).to(device))',
     'replay.append(seen[0], count[0], starts)',

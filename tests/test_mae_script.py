@@ -70,7 +70,8 @@ def test_the_figures_are_drawn_from_the_runs_frames_and_counts(tmp_path, first, 
     counts = torch.load(first[0] / "mae.pt", weights_only=True)["salient_counts"]["counts"]
     bars = [bar.get_height() for bar in shown["max_ratio.png"].axes[0].patches]
     assert bars[15] == pytest.approx(100 * (counts == 28).double().mean().item())  # 75 % keeps 27 of 36, 80 % keeps 28
-    assert [axis.get_title() for axis in shown["salient_selection.png"].axes[:12:6]] != []
+    for axis, i in zip(shown["salient_selection.png"].axes[3:6], spread[2::4]):  # dynamic-K, in three frames
+        assert axis.get_title().endswith(f": {counts[i]}"), (axis.get_title(), counts[i])
     assert set(shown) == {"mae_reconstruction.png", "salient_selection.png", "salient_patches.png", "max_ratio.png"}
 
 

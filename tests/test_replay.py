@@ -128,10 +128,8 @@ def test_sampling_frequencies_against_the_definition():
         drawn = [(1 / P[i]) ** 0.6 for i in slots.tolist()]
         assert weights.tolist() == pytest.approx([w / max(drawn) for w in drawn], rel=1e-5)
         counts += np.bincount(slots, minlength=8)
-        below = 0.0
         for i in range(8):  # stratified: each share of the mass gives one, so a slot's number is nearly fixed
             assert abs((slots == i).sum().item() - B * P[i]) < 2
-            below += P[i]
     expected = np.array(P) * batches * B
     assert (((counts - expected) ** 2 / expected)[1:].sum()) < 30  # chi-square; 7 degrees of freedom, p < 1e-4
 

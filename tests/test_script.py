@@ -1,5 +1,6 @@
 """The whole script, as a user runs it, on tiny budgets of real games."""
 
+import itertools
 import json
 import re
 import runpy
@@ -89,13 +90,13 @@ def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
     """The script's `__main__` in this process: its variables after the run."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
-    threads, hooks = torch.get_num_threads(), (sys.excepthook, threading.excepthook)
+    threads, hooks, streams = torch.get_num_threads(), (sys.excepthook, threading.excepthook), (sys.stdout, sys.stderr)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return runpy.run_path(str(ROOT / script), run_name="__main__")
     finally:
         torch.set_num_threads(threads)
-        sys.excepthook, threading.excepthook = hooks
+        (sys.excepthook, threading.excepthook), (sys.stdout, sys.stderr) = hooks, streams
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -173,25 +174,32 @@ def test_the_target_is_copied_and_beta_grows_to_one(tmp_path, small_run, monkeyp
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) == copied
 
 
-@pytest.mark.parametrize("padding", ["zero", "token", "mask"])
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_every_padding_and_pooling_on_two_games(tmp_path, small_run, padding, pooling):
-    """Frostbite with the MAE of the first run, MsPacman with one of its own; the 400K setting's regime for half."""
-    both = ["--padding", padding, "--pooling", pooling, "--total-timesteps", "160", "--max-episode-frames", "300",
-            "--eval-episodes", "2"]
-    flags = {"frostbite": [*SMALL, *both, "--mae-checkpoint", small_run[1] / "mae.pt"],
-             "mspacman": [*SMALL, *both, "--env-id", "ALE/MsPacman-v5", "--train-frequency", "4",
-                          "--eval-frequency", "80"]}
+def test_every_padding_and_pooling_and_both_settings(tmp_path, small_run):
+    """Frostbite with the MAE of the first run, in the 100K setting's regime; MsPacman with one of its own, in the 400K
+    setting's: each padding and each pooling on both."""
+    runs = {}
+    for number, (padding, pooling) in enumerate(itertools.product(("zero", "token", "mask"), ("cls", "mean"))):
+        own = [["--mae-checkpoint", small_run[1] / "mae.pt"], ["--env-id", "ALE/MsPacman-v5", "--train-frequency", "4",
+                                                               "--eval-frequency", "80"]][(number + number // 2) % 2]
+        runs[f"{padding}-{pooling}"] = [*SMALL, "--padding", padding, "--pooling", pooling, "--total-timesteps", "160",
+                                        "--max-episode-frames", "300", "--eval-episodes", "2", *own]
     with ThreadPoolExecutor(2) as pool:  # two runs at once, of one thread each
-        runs = pool.map(lambda name: finished(tmp_path, name, *flags[name]), flags)
-        (path, results), (_, other) = runs
-    assert results["updates"] == 40 and "pretrain" not in results["seconds"]
-    weights = [torch.load(folder / "mae.pt", weights_only=True)["model"] for folder in (path, small_run[1])]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert other["updates"] == 10 and [e["step"] for e in other["evaluations"]] == [80, 160]
-    assert other["protocol"].startswith("best median")
-    best = max(other["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
-    assert other["scores"] == best["scores"] and other["median"] == np.median(best["scores"])
+        done = dict(zip(runs, pool.map(lambda name: finished(tmp_path, name, *runs[name]), runs)))
+    first = torch.load(small_run[1] / "mae.pt", weights_only=True)["model"]
+    settings = {name: results["args"]["train_frequency"] for name, (_, results) in done.items()}
+    for choice in ("zero", "token", "mask", "cls", "mean"):
+        assert {frequency for name, frequency in settings.items() if choice in name.split("-")} == {1, 4}
+    for path, results in done.values():
+        weights = torch.load(path / "mae.pt", weights_only=True)["model"]
+        same = all(torch.equal(weights[name], first[name]) for name in first)
+        if results["env_id"] == "ALE/Frostbite-v5":
+            assert results["updates"] == 40 and "pretrain" not in results["seconds"] and same
+            continue
+        assert results["updates"] == 10 and "pretrain" in results["seconds"] and not same
+        assert [evaluation["step"] for evaluation in results["evaluations"]] == [80, 160]
+        assert results["protocol"].startswith("best median")
+        best = max(results["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
+        assert results["scores"] == best["scores"] and results["median"] == np.median(best["scores"])
 
 
 def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path):
