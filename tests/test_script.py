@@ -21,7 +21,7 @@ import spirl_rainbow as spirl
 
 # A small model and short games: the whole pipeline in some seconds.
 SMALL = ["--image-size", "48", "--encoder-depth", "1", "--decoder-dim", "32", "--decoder-depth", "2",
-         "--mae-frames", "64", "--mae-epochs", "1", "--mae-batch-size", "32", "--max-episode-frames", "600",
+         "--mae-frames", "64", "--mae-epochs", "1", "--mae-batch-size", "32", "--max-episode-frames", "400",
          "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "3", "--threads", "1",
          "--device", "cpu"]
 
@@ -144,8 +144,8 @@ def oracle_slots(args, steps):
 def test_the_replay_holds_what_the_game_played(tmp_path, small_run, monkeypatch, max_frames, cut_off):
     end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", 701,
                    "--learning-starts", 700, "--buffer-size", 800, "--max-episode-frames", max_frames,
-                   "--eval-episodes", 1, "--run-name", "here")
-    args = spirl.Args(env_id="ALE/MsPacman-v5", image_size=48, max_episode_frames=max_frames)
+                   "--eval-episodes", 1, "--image-size", 40, "--run-name", "here")
+    args = spirl.Args(env_id="ALE/MsPacman-v5", image_size=40, max_episode_frames=max_frames)
     slots, games = oracle_slots(args, 700)
     assert end["training_scores"][: len(games)] == games and len(games) >= 1
     assert any(slot["action"] < 0 for slot in slots[:-1]) == cut_off
@@ -244,7 +244,7 @@ def test_compiled_runs_are_the_same_up_to_rounding(tmp_path, small_run, monkeypa
 
 def test_evaluating_does_not_change_training(tmp_path, small_run):
     flags = [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", "230", "--learning-starts", "30",
-             "--max-episode-frames", "300"]
+             "--max-episode-frames", "300", "--eval-episodes", "2"]
     with ThreadPoolExecutor(2) as pool:
         more = {"once": [], "several": ["--eval-frequency", "60"]}
         runs = pool.map(lambda name: finished(tmp_path, name, *flags, *more[name]), more)
