@@ -1689,6 +1689,7 @@ if __name__ == "__main__":
             side = 1
             moments = [(frame[..., None].repeat(3, axis=2), [], []) for frame, _ in game]  # grey as RGB, nothing marked
         env.close()
+        del env  # or ale-py reports a leak as Python ends
         if args.capture_video:
             save_video(moments, side, run_dir / "videos" / "policy.gif")
     write_json(run_dir / "results.json", {

@@ -1957,6 +1957,7 @@ if __name__ == "__main__":
                       game_seeds(args.seed, EVALUATE), args.frame_stack, device)
     moments = [(frame, *attended_patches(online.trunk, state, patch_ids)) for frame, state, patch_ids in game]
     env.close()
+    del env  # or ale-py reports a leak as Python ends
     draw_policy_attention(moments, mae.side, run_dir / "figures" / "policy_attention.png")
     if args.capture_video:
         save_video(moments, mae.side, run_dir / "videos" / "policy.gif")
