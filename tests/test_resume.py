@@ -297,7 +297,8 @@ def test_a_run_on_a_full_disk(tmp_path):
 
 @pytest.mark.parametrize("name, more, files", [
     ("spirl", ["--capture-video"], ["mae.pt", "agent.pt", "policy_attention.png", "policy.gif", "results.json"]),
-    ("mae", [], ["mae.pt", "mae_reconstruction.png", "loss.png", "results.json"]),  # all figures are saved the same way
+    ("mae", [], ["mae.pt", "mae_reconstruction.png", "salient_selection.png", "salient_patches.png", "max_ratio.png",
+                 "loss.png", "results.json"]),
     ("de-rainbow-p", [], ["agent.pt", "results.json"]),
 ])
 def test_a_write_that_fails_at_any_file(tmp_path, whole, monkeypatch, capsys, name, more, files):
