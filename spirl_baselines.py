@@ -18,8 +18,8 @@ Contents, in reading order:
     4. Replay         Replay
     5. Agent          NoisyLinear, DataEfficientCNN, SalientPatchTransformer, RainbowNetwork, c51_loss, learn
     6. Evaluation     evaluate, watch_game, attended_patches, draw_policy_attention, save_video
-    7. Files          write_whole, read_checkpoint, Curves, save_checkpoint, lock_run, load_checkpoint, Signals,
-                      save_mae, load_mae
+    7. Files          sync, write_whole, read_checkpoint, Curves, save_checkpoint, new_run, lock_run, load_checkpoint,
+                      Signals, save_mae, load_mae
     8. Main           look_at_all_patches, look_at_pixels
 
 Shape letters: B batch, F frames stacked, L patches of a frame, P patches a side, N = P**2, D width of a layer,
@@ -41,6 +41,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -260,7 +261,7 @@ def check_common_args(args):
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most "
              f"{math.floor(1e4 - 1e4 / num_patches) / 1e4}")
     if args.resume is not None:
-        return  # the run has its folder and its mae.pt
+        return  # both were new and there when the run began
     if args.mae_checkpoint is not None and not os.path.isfile(args.mae_checkpoint):
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
     usable = Path(args.run_name).name == args.run_name != ".." and len(os.fsencode(args.run_name)) < 200
@@ -314,8 +315,6 @@ def resumed_args(args):
         fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
     if not os.path.isfile(args.resume / "args.json"):
         fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
-    if (args.resume / "results.json").exists():
-        fail(f"--resume {args.resume} is a finished run: its results.json is there; start a new one")
     try:
         stored = json.loads((args.resume / "args.json").read_text())
     except (OSError, ValueError) as error:
@@ -486,8 +485,9 @@ class Block(nn.Module):
 
 def normalize_patches(patches):
     """Eq. (2): each patch (..., p*p*3) minus its own mean, over its own (unbiased) standard deviation."""
-    mean = patches.mean(-1, keepdim=True)
-    return (patches - mean) / (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+    centred = patches - patches.mean(-1, keepdim=True)
+    variance = centred.square().sum(-1, keepdim=True) / (patches.shape[-1] - 1)  # on a CPU tensor.var is far slower
+    return centred / (variance + 1e-6).sqrt()
 
 
 def gather_tokens(x, ids):
@@ -730,14 +730,16 @@ class Replay:
         later = (slot + self.after) % self.capacity
         reach = (~self.starts[later]).cumprod(0).bool()
         self.priorities[later] = self.priorities[later].masked_fill(reach, 0.0)
-        self.frames[slot], self.counts[slot], self.starts[slot] = frame, count, starts
-        self.actions[slot], self.rewards[slot], self.ended[slot], self.priorities[slot] = -1, 0.0, False, 0.0
+        now = slice(slot, slot + 1)  # a GPU is waited for where t[slot] = number, and not where t[now] = number
+        self.frames[now], self.counts[now], self.starts[now] = frame, count, starts
+        self.actions[now], self.rewards[now], self.ended[now], self.priorities[now] = -1, 0.0, False, 0.0
         if len(self.waiting) == self.n_step:  # this frame is the one that the oldest of them bootstraps from
             self.priorities[self.waiting.popleft()] = self.largest
 
     def complete(self, action, reward, ended):
         """The newest frame's action, clipped reward, and whether a life or the game ended with it."""
-        self.actions[self.slot], self.rewards[self.slot], self.ended[self.slot] = action, reward, ended
+        now = slice(self.slot, self.slot + 1)
+        self.actions[now], self.rewards[now], self.ended[now] = action, reward, ended
         self.waiting.append(self.slot)
         if ended:
             self.truncate()
@@ -775,7 +777,8 @@ class Replay:
         share = share + torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
         at = torch.minimum(share / batch_size * mass[-1], mass[-1].nextafter(mass.new_zeros(())))
         slots = torch.searchsorted(mass, at, right=True)  # the first slot with more mass than that
-        weights = self.priorities[slots].clamp(min=1e-30) ** -beta  # a GPU's running sum may round past an empty slot
+        # A GPU adds in another order, and might round onto an empty slot: the clamp keeps its weight finite.
+        weights = self.priorities[slots].clamp(min=1e-30) ** -beta
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
@@ -1126,6 +1129,13 @@ def save_video(moments, side, path, frames_a_second=15):
 # ------------------------------------------------------------------------------------------------------------- 7. Files
 
 
+def sync(path):
+    """Have a file, or the names in a folder, on the disk itself."""
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
 def write_whole(path, write):
     """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all.
 
@@ -1136,13 +1146,12 @@ def write_whole(path, write):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the new name too is on the disk now
-        os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        sync(path.parent)  # which has the new name
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk, or a folder that is gone, into the latter
+        if "CUDA" in str(error):
+            raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(f"{path} cannot be written ({reason}); make room for it or give it back its folder") from error
     finally:
@@ -1249,8 +1258,7 @@ def save_checkpoint(run_dir, curves, files, content):
                 write()
         events = {}
         for path in run_dir.glob("events.*"):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
             events[path.name] = path.stat().st_size
         content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
@@ -1258,15 +1266,42 @@ def save_checkpoint(run_dir, curves, files, content):
         print(f"warning: {error}; an earlier checkpoint, if there is one, stands", file=sys.stderr)
 
 
+def new_run(run_dir, args):
+    """Make a run's folder with its args.json in it, both at one instant; returns `lock_run`'s file.
+
+    Exits with status 2 if that is impossible, and then leaves nothing of it.
+    """
+    fresh = run_dir.with_name(f".{os.getpid()}.{run_dir.name}")
+    try:
+        write_json(fresh / "args.json", plain_args(args))
+        lock = lock_run(fresh)
+        os.rename(fresh, run_dir)  # fails where another run was faster
+        sync(run_dir.parent)
+    except OSError as error:
+        reason = getattr(error.__cause__ or error, "strerror", None) or error
+        fail(f"--run-name: the new folder {run_dir} cannot be made ({reason}); give another name, or make room for it")
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return lock
+
+
 def lock_run(run_dir):
-    """Keep other processes off a run while this one lives: the file that holds the lock. Status 2 if one is at it."""
-    lock = open(run_dir / "args.json")
+    """Keep other processes off an unfinished run while this one lives: returns the file that holds the lock.
+
+    Exits with status 2 if another process is at it, or it is finished.
+    """
+    try:
+        lock = open(run_dir / "args.json", "r+")  # to be written, or NFS would not lock it
+    except OSError as error:
+        fail(f"--resume {run_dir} cannot be written ({error.strerror}); make that possible")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fail(f"--resume {run_dir} is a run that is going on in another process; wait for its end, or stop it")
     except OSError:
         pass  # a file system without locks
+    if (run_dir / "results.json").exists():
+        fail(f"--resume {run_dir} is a finished run: its results.json is there; start a new one")
     return lock
 
 
@@ -1316,14 +1351,21 @@ class Signals:
             signal.signal(number, self.receive)
 
     def receive(self, number, frame):
-        if self.at_once or self.number:
+        waiting, self.number = self.number, number
+        if self.at_once or waiting:
             self.stop(number)
-        self.number = number
+
+    def stop_at_once(self):
+        """From here on they end the program where it stands; one that waits does so now."""
+        self.at_once = True
+        if self.number:
+            self.stop(self.number)
 
     def stop(self, number):
         """End the program, with the way to go on where there is a run."""
         if self.run_dir:
-            print(f"stopped; go on with --resume {self.run_dir}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # no print: the signal may have come in the middle of one
+                os.write(2, f"\nstopped; go on with --resume {self.run_dir}\n".encode())
         sys.exit(128 + number)
 
 
@@ -1335,16 +1377,19 @@ def mae_sizes(args):
 
 
 def plain_args(args):
-    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take; without --resume."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take; without --resume.
+
+    Paths are absolute, since a run may be resumed from another folder.
+    """
+    return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(args).items()
             if name != "resume"}
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt: model, sizes, env_id, args, and salient_counts.
+    """Write mae.pt: model, sizes, env_id, args (of the run that writes it), and salient_counts.
 
-    That is a dict of K of each pre-training frame (`counts`) and the slope they were counted at (`lorenz_slope`), or
-    None where nobody counted: without them a game that is not one of the paper's four needs --max-ratio.
+    The last is a dict of K of the pre-training frames (`counts`) and the slope they were counted at (`lorenz_slope`),
+    or None where nobody counted: without them a game that is not one of the paper's four needs --max-ratio.
     """
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
                "salient_counts": salient_counts}
@@ -1443,19 +1488,14 @@ if __name__ == "__main__":
         salient_counts = None
         if training:
             mae.load_state_dict(training["mae"])
-            salient_counts = training["salient_counts"]
+            salient_counts = copy.deepcopy(training["salient_counts"])
         elif args.mae_checkpoint:
             salient_counts = load_mae(args.mae_checkpoint, mae, args)
 
-    try:
-        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    except OSError as error:
-        fail(f"--run-name: the new folder {run_dir} cannot be made ({error.strerror}); give another name")
+    if not args.resume:
+        lock = new_run(run_dir, args)
     print(f"{args.method}, device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
     files = {"args.json": lambda: write_json(run_dir / "args.json", plain_args(args))}  # what --resume needs
-    if not args.resume:
-        files["args.json"]()
-    lock = lock or lock_run(run_dir)
     signals.run_dir = run_dir
     if args.resume:
         cut_curves(run_dir, checkpoint.get("events", {}))
@@ -1483,7 +1523,7 @@ if __name__ == "__main__":
             pretraining_began = time.perf_counter() - seconds["pretrain"]  # as if it had never been interrupted
             pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, curves.add_scalar,
                          checkpoint.get("pretraining"), pause_pretraining)
-            signals.at_once = True
+            signals.stop_at_once()
             del frames
         mae.eval().requires_grad_(False)
         files["mae.pt"] = lambda: save_mae(run_dir / "mae.pt", mae, args, salient_counts)
@@ -1585,7 +1625,7 @@ if __name__ == "__main__":
     def evaluate_now():
         """Evaluate, and keep the weights that the report will be about. A signal ends the program at once."""
         global best_median, best_weights
-        signals.at_once = True
+        signals.stop_at_once()
         with clock("evaluate"):
             scores = evaluation_scores()
         signals.at_once = False
@@ -1600,7 +1640,7 @@ if __name__ == "__main__":
         evaluate_now()  # the run was stopped in it: the checkpoint is written before
     signals.at_once = False  # from here on a step is finished and saved first
     pause("training", training_state, due=step == 0)
-    bad_step = torch.zeros((), device=device)  # the first whose update was not finite; 0: none so far
+    skipped = torch.zeros((), device=device)  # 1: the last update was not finite, so it was not taken
     progress = tqdm(range(step + 1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02, initial=step,
                     total=args.total_timesteps)
     for step in progress:
@@ -1609,7 +1649,11 @@ if __name__ == "__main__":
         else:
             with clock("act"), torch.no_grad():
                 state = replay.stacks(torch.full((1,), replay.slot, device=device))
-                action = online.q_values(*state).argmax(1).cpu().numpy()
+                best = online.q_values(*state).argmax(1)
+                action, stop = torch.stack([best, skipped[None].long()]).cpu().numpy()  # a GPU is waited for once
+            if stop[0]:
+                step -= 1  # the last whole one
+                break
 
         with clock("environment"):
             observation, reward, terminated, truncated, info = envs.step(action)
@@ -1639,12 +1683,7 @@ if __name__ == "__main__":
             with clock("update"):
                 metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator,
                                 loss_function)
-            bad_step = torch.where((bad_step == 0) & (metrics.pop("skipped") == 1), step, bad_step)
-            # To look at a GPU's result is to wait for it.
-            if (device.type == "cpu" or step % 100 == 0 or step == args.total_timesteps) and bad_step > 0:
-                pause("training", training_state, due=True)
-                sys.exit(f"error: the loss or its gradient is not finite at step {bad_step:.0f}, so that update is not "
-                         "taken; start anew with a smaller --learning-rate, or --resume without it")
+            skipped = metrics.pop("skipped")
             updates += 1
             if updates % args.target_update_frequency == 0:
                 target.load_state_dict(online.state_dict())
@@ -1659,17 +1698,23 @@ if __name__ == "__main__":
             progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games)
 
         due = evaluation_is_due() or args.checkpoint_frequency and step % args.checkpoint_frequency == 0
+        if (due or signals.number) and skipped:
+            break
         pause("training", training_state, due)
         if evaluation_is_due():
             paused_at = time.perf_counter()
             evaluate_now()
             logged_at += time.perf_counter() - paused_at  # steps a second are training's
+    if skipped:
+        updates -= 1
+        pause("training", training_state, due=True)
+        sys.exit(f"error: the loss or its gradient is not finite at step {step}, so that update is not taken; start "
+                 "anew with a smaller --learning-rate, or --resume without it")
     envs.close()
     curves.flush()
 
-    signals.at_once = True  # the report can be made again
-
-    # The report.
+    # The report. It can be made again.
+    signals.stop_at_once()
     reported = max(evaluations, key=lambda e: np.median(e["scores"])) if args.eval_frequency else evaluations[-1]
     scores = reported["scores"]
     measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
@@ -1702,5 +1747,6 @@ if __name__ == "__main__":
         "peak_memory_gb": {"host": host / 1e9, "device": on_device},
         "versions": package_versions(),
     })
+    signals.run_dir = None  # there is nothing left to go on with
     (run_dir / "checkpoint.pt").unlink(missing_ok=True)
     print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")

@@ -16,8 +16,8 @@ Contents, in reading order:
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
     4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, ideal_max_ratio
     5. Figures        decoder_pictures, paint, draw_...
-    6. Files          write_whole, read_checkpoint, Curves, save_checkpoint, lock_run, load_checkpoint, Signals,
-                      save_mae, load_mae
+    6. Files          sync, write_whole, read_checkpoint, Curves, save_checkpoint, new_run, lock_run, load_checkpoint,
+                      Signals, save_mae, load_mae
     7. Main           count_salient_patches
 
 Shape letters: B batch, P patches a side, N = P**2, D width of a layer, T tokens, H attention heads, d = D / H,
@@ -35,6 +35,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -201,7 +202,7 @@ def check_common_args(args):
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most "
              f"{math.floor(1e4 - 1e4 / num_patches) / 1e4}")
     if args.resume is not None:
-        return  # the run has its folder and its mae.pt
+        return  # both were new and there when the run began
     if args.mae_checkpoint is not None and not os.path.isfile(args.mae_checkpoint):
         fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
     usable = Path(args.run_name).name == args.run_name != ".." and len(os.fsencode(args.run_name)) < 200
@@ -232,8 +233,6 @@ def resumed_args(args):
         fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
     if not os.path.isfile(args.resume / "args.json"):
         fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
-    if (args.resume / "results.json").exists():
-        fail(f"--resume {args.resume} is a finished run: its results.json is there; start a new one")
     try:
         stored = json.loads((args.resume / "args.json").read_text())
     except (OSError, ValueError) as error:
@@ -392,8 +391,9 @@ class Block(nn.Module):
 
 def normalize_patches(patches):
     """Eq. (2): each patch (..., p*p*3) minus its own mean, over its own (unbiased) standard deviation."""
-    mean = patches.mean(-1, keepdim=True)
-    return (patches - mean) / (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+    centred = patches - patches.mean(-1, keepdim=True)
+    variance = centred.square().sum(-1, keepdim=True) / (patches.shape[-1] - 1)  # on a CPU tensor.var is far slower
+    return centred / (variance + 1e-6).sqrt()
 
 
 def gather_tokens(x, ids):
@@ -1011,6 +1011,13 @@ def draw_loss(losses, held_out, path):
 # ------------------------------------------------------------------------------------------------------------- 6. Files
 
 
+def sync(path):
+    """Have a file, or the names in a folder, on the disk itself."""
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.close(number)
+
+
 def write_whole(path, write):
     """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all.
 
@@ -1021,13 +1028,12 @@ def write_whole(path, write):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the new name too is on the disk now
-        os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+        sync(path.parent)  # which has the new name
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk, or a folder that is gone, into the latter
+        if "CUDA" in str(error):
+            raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(f"{path} cannot be written ({reason}); make room for it or give it back its folder") from error
     finally:
@@ -1134,8 +1140,7 @@ def save_checkpoint(run_dir, curves, files, content):
                 write()
         events = {}
         for path in run_dir.glob("events.*"):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
             events[path.name] = path.stat().st_size
         content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
@@ -1143,15 +1148,42 @@ def save_checkpoint(run_dir, curves, files, content):
         print(f"warning: {error}; an earlier checkpoint, if there is one, stands", file=sys.stderr)
 
 
+def new_run(run_dir, args):
+    """Make a run's folder with its args.json in it, both at one instant; returns `lock_run`'s file.
+
+    Exits with status 2 if that is impossible, and then leaves nothing of it.
+    """
+    fresh = run_dir.with_name(f".{os.getpid()}.{run_dir.name}")
+    try:
+        write_json(fresh / "args.json", plain_args(args))
+        lock = lock_run(fresh)
+        os.rename(fresh, run_dir)  # fails where another run was faster
+        sync(run_dir.parent)
+    except OSError as error:
+        reason = getattr(error.__cause__ or error, "strerror", None) or error
+        fail(f"--run-name: the new folder {run_dir} cannot be made ({reason}); give another name, or make room for it")
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return lock
+
+
 def lock_run(run_dir):
-    """Keep other processes off a run while this one lives: the file that holds the lock. Status 2 if one is at it."""
-    lock = open(run_dir / "args.json")
+    """Keep other processes off an unfinished run while this one lives: returns the file that holds the lock.
+
+    Exits with status 2 if another process is at it, or it is finished.
+    """
+    try:
+        lock = open(run_dir / "args.json", "r+")  # to be written, or NFS would not lock it
+    except OSError as error:
+        fail(f"--resume {run_dir} cannot be written ({error.strerror}); make that possible")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fail(f"--resume {run_dir} is a run that is going on in another process; wait for its end, or stop it")
     except OSError:
         pass  # a file system without locks
+    if (run_dir / "results.json").exists():
+        fail(f"--resume {run_dir} is a finished run: its results.json is there; start a new one")
     return lock
 
 
@@ -1201,14 +1233,21 @@ class Signals:
             signal.signal(number, self.receive)
 
     def receive(self, number, frame):
-        if self.at_once or self.number:
+        waiting, self.number = self.number, number
+        if self.at_once or waiting:
             self.stop(number)
-        self.number = number
+
+    def stop_at_once(self):
+        """From here on they end the program where it stands; one that waits does so now."""
+        self.at_once = True
+        if self.number:
+            self.stop(self.number)
 
     def stop(self, number):
         """End the program, with the way to go on where there is a run."""
         if self.run_dir:
-            print(f"stopped; go on with --resume {self.run_dir}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # no print: the signal may have come in the middle of one
+                os.write(2, f"\nstopped; go on with --resume {self.run_dir}\n".encode())
         sys.exit(128 + number)
 
 
@@ -1220,16 +1259,19 @@ def mae_sizes(args):
 
 
 def plain_args(args):
-    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take; without --resume."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take; without --resume.
+
+    Paths are absolute, since a run may be resumed from another folder.
+    """
+    return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(args).items()
             if name != "resume"}
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt: model, sizes, env_id, args, and salient_counts.
+    """Write mae.pt: model, sizes, env_id, args (of the run that writes it), and salient_counts.
 
-    That is a dict of K of each pre-training frame (`counts`) and the slope they were counted at (`lorenz_slope`), or
-    None where nobody counted: without them a game that is not one of the paper's four needs --max-ratio.
+    The last is a dict of K of the pre-training frames (`counts`) and the slope they were counted at (`lorenz_slope`),
+    or None where nobody counted: without them a game that is not one of the paper's four needs --max-ratio.
     """
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
                "salient_counts": salient_counts}
@@ -1282,9 +1324,9 @@ if __name__ == "__main__":
         torch.set_num_threads(args.threads)
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     all_patches = (args.image_size // args.patch_size) ** 2
-    check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3,
-                  "--error-cache-size": args.error_cache_size * 13,
-                  "--image-size": 8 * all_patches * (all_patches + 1) * args.decoder_dim}, torch.device("cpu"))
+    check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3}, torch.device("cpu"))
+    check_memory({"--error-cache-size": args.error_cache_size * 13,
+                  "--image-size": 8 * all_patches * (all_patches + 1) * args.decoder_dim}, device)
     seconds = defaultdict(float)  # wall seconds by phase
 
     @contextlib.contextmanager
@@ -1305,15 +1347,10 @@ if __name__ == "__main__":
     if args.mae_checkpoint:  # only look
         load_mae(args.mae_checkpoint, mae, args)
 
-    try:
-        run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-    except OSError as error:
-        fail(f"--run-name: the new folder {run_dir} cannot be made ({error.strerror}); give another name")
+    if not args.resume:
+        lock = new_run(run_dir, args)
     print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
     files = {"args.json": lambda: write_json(run_dir / "args.json", plain_args(args))}  # what --resume needs
-    if not args.resume:
-        files["args.json"]()
-    lock = lock or lock_run(run_dir)
     signals.run_dir = run_dir
     seconds.update(checkpoint.get("seconds", {}))
 
@@ -1351,7 +1388,7 @@ if __name__ == "__main__":
         signals.at_once = False
         pretraining_began = time.perf_counter() - seconds["pretrain"]  # as if it had never been interrupted
         pretrain_mae(args, mae, frames, held_out, device, log, checkpoint.get("pretraining"), pause)
-        signals.at_once = True
+        signals.stop_at_once()
         curves.flush()
     mae.eval().requires_grad_(False)
     if not args.mae_checkpoint:
@@ -1400,6 +1437,7 @@ if __name__ == "__main__":
         "versions": package_versions(),
     }
     write_json(run_dir / "results.json", results)
+    signals.run_dir = None  # there is nothing left to go on with
     (run_dir / "checkpoint.pt").unlink(missing_ok=True)
     if images:
         print(f"{images} images, {results['images_per_second']:.0f} a second; loss {results['final_loss']:.4f}, on "

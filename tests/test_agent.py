@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spirl_rainbow as spirl
 
@@ -227,6 +228,90 @@ def test_one_update_against_the_equations():
     assert all(not torch.equal(p, before[name]) for name, p in online.named_parameters())
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in online.parameters()))
     assert norm == pytest.approx(min(metrics["grad_norm"].item(), 10.0), rel=1e-3)
+
+
+class OnTheDevice(TorchDispatchMode):
+    """Fails where a value comes from the host or goes there: on a GPU the program would wait for it."""
+
+    def __init__(self, *on_device):
+        super().__init__()
+        self.on_device = on_device
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+            source = args[function == torch.ops.aten.copy_.default]
+            assert source.device == result.device, function
+            if self.on_device and source.ndim == 0:  # a number from the program, unless it is one of these
+                assert source.data_ptr() in [tensor.data_ptr() for tensor in self.on_device]
+        return result
+
+
+def store(replay, frame, count):
+    """Some steps as the training loop has them."""
+    for step in range(1, 60):
+        replay.append(frame, count, step % 9 == 0)
+        replay.complete(2, 0.5, step % 9 == 8)
+        if step % 20 == 0:
+            replay.append(frame, count, False)
+            replay.truncate()
+
+
+def store_and_learn(device):
+    """The same and an update; without its optimiser where the device has no values."""
+    with torch.device(device):
+        online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
+        replay = spirl.Replay(40, (3, 64), torch.float16, device, 4, 3)
+        frame, count = torch.ones(3, 64), torch.ones((), dtype=torch.int64)
+    optimizer = torch.optim.Adam(online.parameters(), fused=device != "meta")
+    yield replay  # the networks' weights were the last thing to come from the host
+    store(replay, frame, count)
+    with torch.no_grad():
+        online.q_values(*replay.stacks(torch.full((1,), replay.slot, device=device))).argmax(1)
+    if device != "meta":
+        spirl.learn(online, target, optimizer, replay, 8, 0.5, 10.0, torch.Generator(device).manual_seed(1))
+        return
+    slots, weights = replay.sample(8, 0.5, None)
+    actions, returns, discounts, next_slots = replay.returns(slots)
+    online.resample_noise()
+    loss, divergence, _ = spirl.c51_loss(online, target, replay.stacks(slots), actions, returns, discounts,
+                                         replay.stacks(next_slots), weights)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(online.parameters(), 10.0)
+    replay.set_priorities(slots, divergence)
+
+
+def test_nothing_that_is_stored_or_learned_waits_for_the_device():
+    """On PyTorch's "meta" device, where tensors have no values: reading one is an error; copies are looked at."""
+    steps = store_and_learn("meta")
+    replay = next(steps)
+    with OnTheDevice():
+        assert next(steps, None) is None
+        with pytest.raises(AssertionError):
+            replay.rewards[3:4] = torch.ones(1)  # it is copied
+        with pytest.raises(RuntimeError):
+            replay.rewards[3].item()
+
+
+def test_numbers_are_filled_in_and_not_copied():
+    """A copied number is waited for on a GPU; PyTorch does the same here as there, so that it shows."""
+    replay, frame, count = spirl.Replay(40, (3, 64), torch.float16, "cpu", 4, 3), torch.ones(3, 64), torch.tensor(2)
+    with OnTheDevice(frame, count, replay.largest):
+        store(replay, frame, count)
+        with pytest.raises(AssertionError):
+            replay.rewards[3] = 1.0
+    assert replay.counts[3] == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nothing_that_is_stored_or_learned_waits_for_a_gpu():
+    steps = store_and_learn("cuda")
+    next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert next(steps, None) is None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_an_update_that_is_not_finite_changes_nothing():

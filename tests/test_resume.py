@@ -5,6 +5,7 @@ import argparse
 import errno
 import fcntl
 import json
+import math
 import os
 import pickle
 import random
@@ -156,9 +157,12 @@ def test_a_second_signal_does_not_wait():
         signals = spirl.Signals()
         with pytest.raises(SystemExit, match="130"):
             signal.raise_signal(signal.SIGINT)  # nothing has begun that should be finished first
-        signals.at_once = False
+        signals.at_once, signals.number = False, 0
         signal.raise_signal(signal.SIGTERM)
         assert signals.number == signal.SIGTERM
+        with pytest.raises(SystemExit, match="143"):
+            signals.stop_at_once()  # that one waited
+        signals.at_once = False
         with pytest.raises(SystemExit, match="130"):
             signal.raise_signal(signal.SIGINT)
     finally:
@@ -262,17 +266,64 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole, monk
         assert message in refusal(tmp_path, monkeypatch, capsys, "--resume", stopped)
 
 
+def test_a_new_run_is_there_with_its_arguments_or_not_at_all(tmp_path, monkeypatch, capsys):
+    """No kill can leave a folder that is neither new nor to be resumed; of two runs of one name one is refused."""
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    for name in ("mkdir", "open", "rename", "replace"):
+        def look(*args, call=getattr(os, name), **more):
+            seen.append(not Path("runs/it").exists() or Path("runs/it/args.json").exists())
+            return call(*args, **more)
+
+        monkeypatch.setattr(os, name, look)
+    lock = spirl.new_run(Path("runs/it"), spirl.Args(seed=7))
+    assert len(seen) > 4 and all(seen) and json.loads(Path("runs/it/args.json").read_text())["seed"] == 7
+    assert [path.name for path in Path("runs").iterdir()] == ["it"]
+    with pytest.raises(SystemExit, match="2"):
+        spirl.new_run(Path("runs/it"), spirl.Args(seed=8))
+    assert "error: --run-name: the new folder runs/it cannot be made (Directory not empty)" in capsys.readouterr().err
+    assert [path.name for path in Path("runs").iterdir()] == ["it"]
+    assert json.loads(Path("runs/it/args.json").read_text())["seed"] == 7
+    with pytest.raises(SystemExit, match="2"):
+        spirl.lock_run(Path("runs/it"))  # the lock came with it
+    lock.close()
+    spirl.lock_run(Path("runs/it")).close()
+
+
+def test_what_is_the_disks_fault_and_what_is_not(tmp_path):
+    path = tmp_path / "runs/agent.pt"
+
+    def save_without_a_folder(temporary):
+        temporary.parent.rmdir()
+        torch.save(torch.zeros(10), temporary)
+
+    with pytest.raises(OSError, match="agent.pt cannot be written .*give it back its folder"):
+        spirl.write_whole(path, save_without_a_folder)
+
+    def save_what_is_lost(temporary):
+        temporary.write_text("half")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="^CUDA error"):
+        spirl.write_whole(path, save_what_is_lost)
+    assert not list(path.parent.iterdir())
+
+
 def test_a_failed_write_leaves_the_earlier_file(tmp_path):
     """A real failure half way, from the limit on a file's size that the system sets."""
     path = tmp_path / "some/file.pt"  # its folder is made
     spirl.write_whole(path, lambda temporary: torch.save(torch.zeros(10), temporary))
     before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    torch.save(torch.zeros(100_000), tmp_path / "large.pt")
+    size = (tmp_path / "large.pt").stat().st_size
+    (tmp_path / "large.pt").unlink()
     try:
-        with pytest.raises(OSError, match="file.pt cannot be written .*make room"):
-            spirl.write_whole(path, lambda temporary: torch.save(torch.zeros(100_000), temporary))
+        for room in (100_000, size - 100):  # half way, and at the last bytes
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+            with pytest.raises(OSError, match="file.pt cannot be written .*make room"):
+                spirl.write_whole(path, lambda temporary: torch.save(torch.zeros(100_000), temporary))
         with pytest.raises(OSError, match="cannot be written"):
-            spirl.write_json(tmp_path / "some.json", ["x" * 200_000])
+            spirl.write_json(tmp_path / "some.json", ["x" * 500_000])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before and sorted(file.name for file in tmp_path.rglob("*")) == ["file.pt", "some"]
@@ -318,7 +369,11 @@ def test_a_write_that_fails_at_any_file(tmp_path, whole, monkeypatch, capsys, na
 
     monkeypatch.setattr(os, "replace", replace)
     monkeypatch.setattr(fcntl, "flock", lambda *lock: None)  # this process outlives its failed runs and their locks
-    fails(*flags, *more, "--run-name", "x")
+    with pytest.raises(SystemExit, match="2"):
+        run_here(tmp_path, monkeypatch, *flags, *more, "--run-name", "it", script=script)
+    err = capsys.readouterr().err
+    assert err.startswith("error: --run-name: the new folder runs/it cannot be made (No space left on device); give")
+    assert err.count("\n") == 1 and not list((tmp_path / "runs").iterdir())
     for full in files:
         fails(*(["--resume", "runs/it"] if (tmp_path / "runs/it").exists() else [*flags, *more, "--run-name", "it"]))
     assert name == "de-rainbow-p" or "an earlier checkpoint, if there is one, stands" in capsys.readouterr().err
@@ -370,12 +425,39 @@ def test_curves_survive_a_full_disk(tmp_path, capsys, monkeypatch):
 
 def test_a_run_that_diverges_leaves_a_sound_checkpoint(tmp_path, monkeypatch):
     script, *flags = RUNS["spirl"]
-    with pytest.raises(SystemExit, match="error: the loss or its gradient is not finite at step 12[0-9].*; start anew"):
+    with pytest.raises(SystemExit, match="error: the loss or its gradient is not finite at step 12[0-9], ") as stop:
         run_here(tmp_path, monkeypatch, *flags, "--learning-rate", "1e8", "--run-name", "wild", script=script)
     content = torch.load(tmp_path / "runs/wild/checkpoint.pt", weights_only=True)["training"]
-    assert content["counters"][0] > 120  # from the step that failed, not from the last one that was due
+    step = int(re.search("at step ([0-9]+)", str(stop.value))[1])
+    assert content["counters"][0] == step and content["counters"][4] == step - 121  # all updates but that one
     assert all(value.isfinite().all() for value in content["online"].values())
     assert content["replay"]["priorities"].isfinite().all()
+
+
+@pytest.mark.parametrize("flags, update, step", [
+    (["--train-frequency", "4"], 3, 132),  # the next step acts and does not learn
+    (["--checkpoint-frequency", "20"], 20, 140),  # a checkpoint is due
+    ([], 80, 200),  # the last: the evaluation is due
+])
+def test_an_update_that_is_not_finite(tmp_path, monkeypatch, flags, update, step):
+    """It ends the run with its step before anything else is done, and a resume goes on without it."""
+    flags = ["--method", "de-rainbow", *PIXELS, *flags, "--run-name", "it"]
+    clip, norms = torch.nn.utils.clip_grad_norm_, []
+
+    def wrong_once(parameters, limit):
+        norms.append(clip(parameters, limit))
+        return norms[-1] * (math.nan if len(norms) == update else 1)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", wrong_once)
+    monkeypatch.setattr(fcntl, "flock", lambda *lock: None)  # this process outlives its failed run and the lock
+    with pytest.raises(SystemExit, match=f"error: the loss or its gradient is not finite at step {step}, "):
+        run_here(tmp_path, monkeypatch, *flags, script="spirl_baselines.py")
+    content = torch.load(tmp_path / "runs/it/checkpoint.pt", weights_only=True)["training"]
+    assert content["counters"][0] == step and content["counters"][4] == update - 1 and len(norms) == update
+    assert content["optimizer"]["state"][0]["step"] == update - 1 and not content["counters"][6]  # no evaluation yet
+    done = run_here(tmp_path, monkeypatch, "--resume", "runs/it", script="spirl_baselines.py")
+    total = 20 if "--train-frequency" in flags else 80
+    assert done["updates"] == len(norms) - 1 == total - 1 and (tmp_path / "runs/it/results.json").exists()
 
 
 def test_a_game_that_does_not_come_back_is_an_error(tmp_path, stopped, monkeypatch):

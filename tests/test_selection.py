@@ -112,8 +112,24 @@ def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps
         assert (errors - plain[:12]).abs().max() < 1e-5
     assert cache.keys.numel() == cache.errors.numel() == 256
     assert cache.misses > 256
-    kept, there = cache.lookup(cache.hash(frames[11:12]).flatten())
-    assert there.float().mean() > 0.5  # what came last is mostly there
+
+
+def test_the_oldest_of_a_full_set_is_replaced(trained_mae):
+    cache = spirl.ErrorMapCache(trained_mae, 64)  # 8 sets of 8
+    keys = 8 * torch.arange(1, 21) + 3  # all of one set
+    others = 8 * torch.arange(1, 9) + 4  # these fill another
+
+    def found(keys):
+        errors, there = cache.lookup(keys)
+        assert torch.equal(errors[there], keys[there].float())
+        return there.tolist()
+
+    cache.insert(others, others.float())
+    for i in range(11):
+        cache.insert(keys[i : i + 1], keys[i : i + 1].float())
+        assert found(keys) == [i - 8 < k <= i for k in range(20)]  # the latest 8
+    cache.insert(keys[11:], keys[11:].float())  # nine at once
+    assert sum(found(keys)) == sum(found(keys[11:])) == 8 and all(found(others))
 
 
 def test_a_cache_behind_is_read_and_not_written(trained_mae, plain_maps):
