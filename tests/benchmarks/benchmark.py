@@ -9,6 +9,7 @@ Times on a shared machine are noisy: compare figures of one run with each other,
 
 import functools
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import tyro
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,7 +147,7 @@ def error_map(args, device):
               f"{min(rates):.0f} to {max(rates):.0f} |", flush=True)
 
 
-def learner(device, patches=None, capacity=20_000):
+def learner(device, patches=None, capacity=100_000):
     """What an update needs, with a replay full of random content: SPIRL's of so many patches, or DE-Rainbow's."""
     with torch.device(device):
         trunk = lambda: spirl.SalientPatchTransformer() if patches else baselines.DataEfficientCNN()  # noqa: E731
@@ -176,6 +178,12 @@ def update(args, device):
             times.append(milliseconds(learn, device, 100))
         name = f"{patches} patches" if patches else "DE-Rainbow"
         print(f"| {name} | {times[0]:.1f} | {times[1]:.1f} | {matrix_rate(device):.0f} |", flush=True)
+        if patches == 28:
+            with profile() as profiler:
+                for _ in range(20):
+                    spirl.learn(online, target, optimizer, replay, 32, 0.5, 10.0, generator)
+    print()
+    shares(profiler)
 
 
 def start_run(folder, args, script, *flags, threads=None):
@@ -227,6 +235,20 @@ def step(args, device):
                   + f" | {memory['device'] or memory['host']:.2f} |", flush=True)
 
 
+def peak_memory(device):
+    """The most that this process has held, in GB; on a GPU, of the GPU's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def gflop(function):
+    """Floating-point operations of a call, in 1e9."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # which counts no fused attention
+        function()
+    return counter.get_total_flops() / 1e9
+
+
 def pretraining(args, device):
     """Pre-training, stage by stage, and its share of the machine's matrix-product rate."""
     with torch.device(device):
@@ -237,9 +259,10 @@ def pretraining(args, device):
     masks = torch.Generator(device).manual_seed(1)
     patches = mae.patchify(frames).float() / 255
     kept = torch.rand(64, 144, device=device).argsort(1)[:, :36]
+    model = mae
 
     def forward():
-        return mae(frames, 0.75, masks)[0]
+        return model(frames, 0.75, masks)[0]
 
     def train():
         loss = forward()
@@ -247,48 +270,82 @@ def pretraining(args, device):
         loss.backward()
         optimizer.step()
 
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # which counts no fused attention
-        train()
-    work, rate = counter.get_total_flops() / 1e9, matrix_rate(device)
+    train()
     seen = spirl.gather_tokens(patches, kept)
     latent = mae.encode(seen, kept).detach()
+    whole = "all, forward and backward and AdamW"
     stages = {
         "patches of the frames": lambda: mae.patchify(frames).float() / 255,
+        "their normalised pixels": lambda: spirl.normalize_patches(patches),
         "encoder, forward": lambda: mae.encode(seen, kept),
         "decoder, forward": lambda: mae.decode(latent, kept),
         "all, forward": forward,
         "AdamW": optimizer.step,
-        "all, forward and backward and AdamW": train,
+        whole: train,
     }
-    print("| of a batch of 64 | ms |\n|---|---|")
-    times = {name: milliseconds(stage, device, 10, 2) for name, stage in stages.items()}
-    for name, ms in times.items():
-        print(f"| {name} | {ms:.1f} |")
+    work, times, rates = {}, {}, [matrix_rate(device)]
+    print("| of a batch of 64 | ms | GFLOP/s |\n|---|---|---|")
+    for name, stage in stages.items():
+        work[name], times[name] = gflop(stage), milliseconds(stage, device, 10, 2)
+        print(f"| {name} | {times[name]:.1f} | {1000 * work[name] / times[name]:.0f} |", flush=True)
+    rates.append(matrix_rate(device))
+    model = torch.compile(mae)
+    print(f"| the same, compiled | {milliseconds(train, device, 10, 2):.1f} | |")
     settings = spirl.Args(mae_epochs=1)
     start = time.perf_counter()
     spirl.pretrain_mae(settings, mae, played, played[:64], device, lambda *scalar: None)
-    epoch, whole = time.perf_counter() - start, times["all, forward and backward and AdamW"]
-    print(f"\n{work:.1f} GFLOP a batch, {1000 * work / whole:.0f} GFLOP/s: {100000 * work / whole / rate:.0f} % of the "
-          f"machine's {rate:.0f}. `pretrain_mae` itself: {1280 / epoch:.0f} images a second over an epoch of 1,280, "
-          f"held-out loss included; the batch alone would make {64000 / whole:.0f}.", flush=True)
+    epoch, ms, rate = time.perf_counter() - start, times[whole], np.mean(rates)
+    print(f"\n{work[whole]:.1f} GFLOP a batch, {1000 * work[whole] / ms:.0f} GFLOP/s: "
+          f"{100000 * work[whole] / ms / rate:.0f} % of the machine's {rates[0]:.0f} before and {rates[1]:.0f} after. "
+          f"`pretrain_mae` itself: {1280 / epoch:.0f} images a second over an epoch of 1,280, held-out loss included; "
+          f"the batch alone would make {64000 / ms:.0f}. Peak memory of this process so far: {peak_memory(device):.2f} "
+          "GB.\n")
+    with profile() as profiler:
+        for _ in range(4):
+            train()
+    shares(profiler)
+
+
+def shares(profiler):
+    """The operators that take the most time of a profile."""
+    on_gpu = any(row.self_device_time_total for row in profiler.key_averages())
+    times = {row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total
+             for row in profiler.key_averages()}
+    largest = sorted(times, key=times.get, reverse=True)[:10]
+    print("Of its time: " + ", ".join(f"{name} {100 * times[name] / sum(times.values()):.0f} %" for name in largest),
+          flush=True)
 
 
 def growth(args, device):
     """How the cost grows with the replay's size and with the number of environments."""
     print("| frames in the replay | sample 32, ms | replay of 50 patches, GB | of DE-Rainbow, GB |\n|---|---|---|---|")
     for capacity in (25_000, 100_000, 400_000):
-        replay = spirl.Replay(capacity, (1, 1), torch.float16, device)
+        generator, gigabytes = torch.Generator(device).manual_seed(1), []
+        for shape, dtype in (((50, 64), torch.float16), ((84, 84), torch.uint8)):
+            replay = spirl.Replay(capacity, shape, dtype, device)
+            gigabytes.append(sum(t.nbytes for t in replay.state_dict().values() if torch.is_tensor(t)) / 1e9)
         replay.priorities.uniform_(0.01, 1)
-        generator = torch.Generator(device).manual_seed(1)
         sample = milliseconds(lambda: replay.sample(32, 0.5, generator), device)  # noqa: B023
-        print(f"| {capacity:,} | {sample:.2f} | {capacity * 50 * 64 * 2 / 1e9:.2f} | {capacity * 84 * 84 / 1e9:.2f} |")
-    print("\n| environments | frames a second, random play |\n|---|---|")
+        print(f"| {capacity:,} | {sample:.2f} | {gigabytes[0]:.2f} | {gigabytes[1]:.2f} |")
+    print("\n| games at once | random play, frames a second | SPIRL's evaluation, frames a second |\n|---|---|---|")
+    mae = some_mae(args.mae_checkpoint, device)
     for num_envs in (1, 8, 50):
-        envs = spirl.make_envs(spirl.Args(), num_envs)
-        envs.reset(seed=spirl.game_seeds(1, spirl.COLLECT, num=num_envs))
-        rng = np.random.default_rng(1)
-        ms = milliseconds(lambda: envs.step(rng.integers(18, size=num_envs)), torch.device("cpu"), 300)  # noqa: B023
-        print(f"| {num_envs} | {1000 * num_envs / ms:.0f} |", flush=True)
+        start = time.perf_counter()
+        spirl.collect_random_frames(spirl.Args(), 50 * num_envs, num_envs)
+        collected = 50 * num_envs / (time.perf_counter() - start)
+        with torch.device(device):
+            network = spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 18)
+        cache, looked = spirl.ErrorMapCache(mae), []
+
+        def look(frames):
+            looked.append(len(frames))  # noqa: B023
+            return spirl.look_at_patches(mae, cache, frames, 50, 0.5)[:2]  # noqa: B023
+
+        settings = spirl.Args(max_episode_frames=400)
+        start = time.perf_counter()
+        spirl.evaluate(network, look, lambda: spirl.make_envs(settings, 1), spirl.game_seeds(1, num=num_envs), 4,  # noqa: B023
+                       0.001, np.random.default_rng(1), device)
+        print(f"| {num_envs} | {collected:.0f} | {sum(looked) / (time.perf_counter() - start):.0f} |", flush=True)
 
 
 def threads(args, device):
