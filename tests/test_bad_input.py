@@ -104,6 +104,17 @@ def test_a_process_ends_with_status_2(tmp_path, script):
         assert re.match("error: --run-name: the new folder runs/x cannot be made", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("script", ["spirl_rainbow.py", "spirl_baselines.py"])
+def test_compile_without_a_compiler(tmp_path, monkeypatch, script):
+    """It is found out before the hours of pre-training."""
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))  # nothing was compiled before
+    (tmp_path / "here").mkdir()
+    done = run(tmp_path / "here", "--compile", "--device", "cpu", script=script)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list((tmp_path / "here").iterdir())
+    assert done.stderr.startswith("error: --compile: PyTorch cannot compile here (InvalidCxxCompiler"), done.stderr
+
+
 # A zero that means something: nothing of it, or PyTorch's choice, or only at the end.
 ZERO_WORKS = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "eval_epsilon", "gamma", "mae_weight_decay",
               "noisy_std", "priority_exponent", "priority_weight", "v_min", "v_max"}
