@@ -327,12 +327,13 @@ def growth(args, device):
         replay.priorities.uniform_(0.01, 1)
         sample = milliseconds(lambda: replay.sample(32, 0.5, generator), device)  # noqa: B023
         print(f"| {capacity:,} | {sample:.2f} | {gigabytes[0]:.2f} | {gigabytes[1]:.2f} |")
-    print("\n| games at once | random play, frames a second | SPIRL's evaluation, frames a second |\n|---|---|---|")
+    print("\nStarting the games included; the evaluation's error table is empty at first.\n")
+    print("| games at once | random play, frames a second | SPIRL's evaluation, frames a second |\n|---|---|---|")
     mae = some_mae(args.mae_checkpoint, device)
     for num_envs in (1, 8, 50):
         start = time.perf_counter()
-        spirl.collect_random_frames(spirl.Args(), 50 * num_envs, num_envs)
-        collected = 50 * num_envs / (time.perf_counter() - start)
+        spirl.collect_random_frames(spirl.Args(), 500 * num_envs, num_envs)
+        collected = 500 * num_envs / (time.perf_counter() - start)
         with torch.device(device):
             network = spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 18)
         cache, looked = spirl.ErrorMapCache(mae), []
@@ -341,7 +342,7 @@ def growth(args, device):
             looked.append(len(frames))  # noqa: B023
             return spirl.look_at_patches(mae, cache, frames, 50, 0.5)[:2]  # noqa: B023
 
-        settings = spirl.Args(max_episode_frames=400)
+        settings = spirl.Args(max_episode_frames=200)
         start = time.perf_counter()
         spirl.evaluate(network, look, lambda: spirl.make_envs(settings, 1), spirl.game_seeds(1, num=num_envs), 4,  # noqa: B023
                        0.001, np.random.default_rng(1), device)
