@@ -1263,15 +1263,16 @@ def plain_args(args):
 
     Paths are absolute, since a run may be resumed from another folder.
     """
-    return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(args).items()
+    return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(args).items()
             if name != "resume"}
 
 
 def save_mae(path, mae, args, salient_counts):
     """Write mae.pt: model, sizes, env_id, args (of the run that writes it), and salient_counts.
 
-    The last is a dict of K of the pre-training frames (`counts`) and the slope they were counted at (`lorenz_slope`),
-    or None where nobody counted: without them a game that is not one of the paper's four needs --max-ratio.
+    The last is a dict of K of the pre-training frames (`counts`; of the paper's games perhaps not of each frame) and
+    the slope they were counted at (`lorenz_slope`), or None where nobody counted: without them a game that is not one of
+    the paper's four needs --max-ratio.
     """
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
                "salient_counts": salient_counts}
@@ -1324,9 +1325,11 @@ if __name__ == "__main__":
         torch.set_num_threads(args.threads)
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     all_patches = (args.image_size // args.patch_size) ** 2
-    check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3}, torch.device("cpu"))
-    check_memory({"--error-cache-size": args.error_cache_size * 13,
-                  "--image-size": 8 * all_patches * (all_patches + 1) * args.decoder_dim}, device)
+    on_host = {"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3}
+    on_device = {"--error-cache-size": args.error_cache_size * 13,
+                 "--image-size": 8 * all_patches * (all_patches + 1) * args.decoder_dim}  # ErrorMapCache's
+    check_memory(on_host | on_device if device.type == "cpu" else on_host, torch.device("cpu"))
+    check_memory(on_device, device)
     seconds = defaultdict(float)  # wall seconds by phase
 
     @contextlib.contextmanager
@@ -1377,13 +1380,14 @@ if __name__ == "__main__":
         def pause(state, due):
             """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
             seconds["pretrain"] = time.perf_counter() - pretraining_began
-            if due or signals.number:
+            number = signals.number  # one that comes later waits for the next pause
+            if due or number:
                 with clock("checkpoint"):
                     content = {"pretraining": state(), "losses": losses, "seconds": dict(seconds)}
                     content |= {"args": plain_args(args), "device_type": device.type}
                     save_checkpoint(run_dir, curves, files, content)
-            if signals.number:
-                signals.stop(signals.number)
+            if number:
+                signals.stop(number)
 
         signals.at_once = False
         pretraining_began = time.perf_counter() - seconds["pretrain"]  # as if it had never been interrupted

@@ -1631,15 +1631,16 @@ def plain_args(args):
 
     Paths are absolute, since a run may be resumed from another folder.
     """
-    return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in vars(args).items()
+    return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(args).items()
             if name != "resume"}
 
 
 def save_mae(path, mae, args, salient_counts):
     """Write mae.pt: model, sizes, env_id, args (of the run that writes it), and salient_counts.
 
-    The last is a dict of K of the pre-training frames (`counts`) and the slope they were counted at (`lorenz_slope`),
-    or None where nobody counted: without them a game that is not one of the paper's four needs --max-ratio.
+    The last is a dict of K of the pre-training frames (`counts`; of the paper's games perhaps not of each frame) and
+    the slope they were counted at (`lorenz_slope`), or None where nobody counted: without them a game that is not one of
+    the paper's four needs --max-ratio.
     """
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
                "salient_counts": salient_counts}
@@ -1766,12 +1767,13 @@ if __name__ == "__main__":
 
     def pause(phase, state, due):
         """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
-        if due or signals.number:
+        number = signals.number  # one that comes later waits for the next pause
+        if due or number:
             with clock("checkpoint"):
                 save_checkpoint(run_dir, curves, files, {phase: state(), "seconds": dict(seconds),
                                                          "args": plain_args(args), "device_type": device.type})
-        if signals.number:
-            signals.stop(signals.number)
+        if number:
+            signals.stop(number)
 
     def pause_pretraining(state, due):
         seconds["pretrain"] = time.perf_counter() - pretraining_began
@@ -1792,8 +1794,8 @@ if __name__ == "__main__":
     error_map = ErrorMapCache(mae, args.error_cache_size)
     if not pretrained:
         with clock("count salient patches"):  # which also fills the table with what random play shows
-            # mr* is over all frames. Where it is not needed some 5,000, spread over them, are enough.
-            stride = 1 if max_ratio is None else max(1, num_frames // 5000)
+            # mr* is over all frames. The paper's games need none: some 5,000, spread over them, are enough.
+            stride = max(1, num_frames // 5000) if args.env_id in PAPER_MAX_RATIO else 1
             counts = count_salient_patches(error_map, frames[:num_frames:stride], args.lorenz_slope, device)
         salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
         files["mae.pt"]()

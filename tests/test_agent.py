@@ -244,6 +244,7 @@ class OnTheDevice(TorchDispatchMode):
             assert source.device == result.device, function
             if self.on_device and source.ndim == 0:  # a number from the program, unless it is one of these
                 assert source.data_ptr() in [tensor.data_ptr() for tensor in self.on_device]
+        assert function != torch.ops.aten.index_put_.default or args[2].ndim  # tensor[indices] = number
         return result
 
 
@@ -282,7 +283,10 @@ def store_and_learn(device):
 
 
 def test_nothing_that_is_stored_or_learned_waits_for_the_device():
-    """On PyTorch's "meta" device, where tensors have no values: reading one is an error; copies are looked at."""
+    """On PyTorch's "meta" device, where tensors have no values: reading one is an error; copies are looked at.
+
+    What `learn` does around this, the optimiser's step above all, only the next test but one sees, on a GPU.
+    """
     steps = store_and_learn("meta")
     replay = next(steps)
     with OnTheDevice():
@@ -300,6 +304,8 @@ def test_numbers_are_filled_in_and_not_copied():
         store(replay, frame, count)
         with pytest.raises(AssertionError):
             replay.rewards[3] = 1.0
+        with pytest.raises(AssertionError):
+            replay.rewards[torch.tensor([3])] = 1.0
     assert replay.counts[3] == 2
 
 
