@@ -1389,8 +1389,8 @@ def save_mae(path, mae, args, salient_counts):
     """Write mae.pt: model, sizes, env_id, args (of the run that writes it), and salient_counts.
 
     The last is a dict of K of the pre-training frames (`counts`; of the paper's games perhaps not of each frame) and
-    the slope they were counted at (`lorenz_slope`), or None where nobody counted: without them a game that is not one of
-    the paper's four needs --max-ratio.
+    the slope they were counted at (`lorenz_slope`), or None where nobody counted: without them a game that is not one
+    of the paper's four needs --max-ratio.
     """
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
                "salient_counts": salient_counts}
