@@ -192,7 +192,7 @@ def update(args, device):
 def start_run(folder, args, script, *flags, threads=None):
     name = f"run{len(list(folder.glob('*.log')))}"
     command = [sys.executable, ROOT / script, "--run-name", name, "--eval-episodes", "1", "--max-episode-frames",
-               "4000", "--total-timesteps", args.steps, "--learning-starts", "100", "--device", args.device,
+               "1600", "--total-timesteps", args.steps, "--learning-starts", "100", "--device", args.device,
                "--threads", threads or args.threads, *flags]
     log = (folder / f"{name}.log").open("w")
     process = subprocess.Popen([str(part) for part in command], cwd=folder, stdout=log, stderr=log)
