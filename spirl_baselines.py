@@ -22,16 +22,17 @@ Contents, in reading order:
                       Signals, save_mae, load_mae
     8. Main           look_at_all_patches, look_at_pixels
 
-Shape letters: B batch, F frames stacked, L patches of a frame, P patches a side, N = P**2, D width of a layer,
-T tokens, H attention heads, d = D / H, A actions, Z atoms, E environments, K patches that the encoder sees.
-(In code F is torch.nn.functional; in frames' shapes H and W are pixels.)
+The paper is in sections 2 to 6 and 8; 1 and 7 only keep a run safe, and can be skipped at first.
+
+Shape letters: B batch, F frames stacked, L patches of a frame, P patches a side, N = P**2, p pixels a patch's side,
+D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E environments, K patches that the
+encoder sees. (In code F is torch.nn.functional; in frames' shapes H and W are pixels.)
 """
 
 import argparse
 import atexit
 import contextlib
 import copy
-import dataclasses
 import difflib
 import fcntl
 import io
@@ -48,10 +49,10 @@ import threading
 import time
 import zipfile
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import ale_py
 import gymnasium as gym
@@ -101,7 +102,7 @@ class Args:
     """torch.compile the update, with CUDA graphs on a GPU: the same results up to rounding after a minute of compiling;
     it needs a C++ compiler (on a CPU) or Triton (on a GPU)"""
     capture_video: bool = False
-    """save a game of the reported policy, what it looks at marked, as videos/*.gif"""
+    """save a game of the reported policy (its first 1,000 steps), what it looks at marked, as videos/*.gif"""
 
     # The masked auto-encoder of mae-all and its pre-training
     mae_checkpoint: Path | None = None
@@ -236,6 +237,8 @@ def check_common_args(args):
                   "eval_epsilon")  # not each script has each of them
         if name in shares and value > 1:
             fail(f"{flag} is {value}; give a share of at most 1")
+        if name == "coverage" and value == 1:
+            fail(f"{flag} is {value}; give a share below 1, for mr* keeps more than that share of the frames whole")
     if args.threads > os.cpu_count():
         fail(f"--threads is {args.threads}; give at most the machine's {os.cpu_count()} CPUs")
     games = {name.lower(): name for name, spec in gym.registry.items()
@@ -282,6 +285,9 @@ def check_agent_args(args):
     if args.learning_starts >= args.total_timesteps:
         fail(f"--learning-starts {args.learning_starts} is not before the end; give less than "
              f"--total-timesteps {args.total_timesteps}")
+    if args.total_timesteps // args.train_frequency == args.learning_starts // args.train_frequency:
+        fail(f"--train-frequency {args.train_frequency} leaves no update between --learning-starts "
+             f"{args.learning_starts} and --total-timesteps {args.total_timesteps}; give a smaller one")
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} is too small; give at least --batch-size + --n-step + --frame-stack "
              f"= {args.batch_size + args.n_step + args.frame_stack}")
@@ -292,7 +298,7 @@ def check_args(args):
     check_common_args(args)
     check_agent_args(args)
     if args.method != "mae-all":  # there is no auto-encoder
-        for field in dataclasses.fields(args):
+        for field in fields(args):
             of_mae = field.name.startswith(("mae_", "image_", "patch_", "encoder_", "decoder_", "agent_"))
             read = field.name == "mae_frames" and args.method == "de-rainbow-p"
             if of_mae and not read and getattr(args, field.name) != field.default:
@@ -321,9 +327,11 @@ def resumed_args(args):
         fail(f"--resume {args.resume}: its args.json is damaged ({error}); start a new run")
     if not isinstance(stored, dict) or stored.keys() != plain_args(args).keys():
         fail(f"--resume {args.resume} is a run of another script or version; use what started it")
-    for name, value in vars(args).items():
-        if name != "resume" and None not in (value, stored[name]) and type(stored[name]) is not type(value):
-            fail(f"--resume {args.resume}: its args.json is damaged ({name} is {stored[name]!r}); start a new run")
+    for field in fields(args):
+        kinds = [str if kind is Path else kind for kind in get_args(field.type) or [field.type]]  # or choices
+        value = stored.get(field.name)
+        if field.name != "resume" and value not in kinds and type(value) not in kinds:
+            fail(f"--resume {args.resume}: its args.json is damaged ({field.name} is {value!r}); start a new run")
     paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
     return type(args)(**{**stored, **paths, "resume": args.resume})
 
@@ -341,7 +349,10 @@ def pick_device(name):
 
 
 def check_memory(needs, device):
-    """Stop with one clear line if what a run will hold, {the flag that sets its size: bytes}, is more than is free."""
+    """Stop with one clear line if what a run will hold, {the flag that sets its size: bytes}, is more than is free.
+
+    Free is the GPU's, or the machine's: a container may have less.
+    """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif Path("/proc/meminfo").exists():  # Linux: free, and what the system would give back
@@ -360,7 +371,8 @@ def check_compiler(device):
         torch.compile(torch.neg)(torch.ones(2, device=device))
     except Exception as error:  # no compiler, no Python headers, no Triton: each fails in its own way
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        fail(f"--compile: PyTorch cannot compile here ({reason}); install a C++ compiler, or leave the flag out")
+        compiler = "Triton" if device.type == "cuda" else "a C++ compiler"
+        fail(f"--compile: PyTorch cannot compile here ({reason}); install {compiler}, or leave the flag out")
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
@@ -566,11 +578,12 @@ class MaskedAutoencoder(nn.Module):
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss
+HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss: those that follow in the same games
 
 
 def collect_random_frames(args, num_frames, num_envs=8):
-    """Frames (num_frames, H, W, 3), a uint8 array, of whole games played uniformly at random in `num_envs` games."""
+    """Frames (num_frames, H, W, 3), a uint8 array, of `num_envs` environments in which random play goes on, game after
+    game, each with all its lives. Prints the mean score of the games that ended."""
     envs = make_envs(args, num_envs)
     rng = np.random.default_rng([args.seed, COLLECT])
     games = np.zeros(num_envs, np.int64)  # games finished so far in each environment
@@ -630,6 +643,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         order.set_state(resumed["order"])
         masks.set_state(resumed["masks"])
         step = resumed["step"]
+        print(f"going on from step {step} of pre-training")
 
     def state():
         return {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "order": order_state,
@@ -650,10 +664,12 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
             value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
             if not math.isfinite(value + norm):
                 masks.set_state(mask_state)
-                if pause:
-                    pause(state, due=True)
-                sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
-                         "it is not taken; try a smaller --mae-learning-rate")
+                try:
+                    if pause:
+                        pause(state, due=True)
+                finally:  # also where a signal waits
+                    sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
+                             "it is not taken; start anew with a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -777,8 +793,9 @@ class Replay:
         share = share + torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
         at = torch.minimum(share / batch_size * mass[-1], mass[-1].nextafter(mass.new_zeros(())))
         slots = torch.searchsorted(mass, at, right=True)  # the first slot with more mass than that
-        # A GPU adds in another order, and might round onto an empty slot: the clamp keeps its weight finite.
-        weights = self.priorities[slots].clamp(min=1e-30) ** -beta
+        # A GPU adds in another order, and might round onto an empty slot: that counts for nothing.
+        powered = self.priorities[slots]
+        weights = torch.where(powered > 0, powered**-beta, 0.0)
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
@@ -796,9 +813,9 @@ class Replay:
         return self.actions[slots], returns, self.gamma**steps * bootstraps, (slots + steps) % self.capacity
 
     def set_priorities(self, slots, priorities):
-        """New priorities p (B,), at least 1e-6, of slots (B,); where p is not finite the old one stays."""
-        powered = priorities.double().clamp(min=1e-6) ** self.alpha
-        powered = torch.where(powered.isfinite(), powered, self.priorities[slots])
+        """New priorities p (B,), at least 1e-6, of slots (B,); where p is not finite, or no slot, the old one stays."""
+        powered, old = priorities.double().clamp(min=1e-6) ** self.alpha, self.priorities[slots]
+        powered = torch.where(powered.isfinite() & (old > 0), powered, old)
         self.priorities[slots] = powered
         self.largest = torch.maximum(self.largest, powered.max())
 
@@ -861,7 +878,9 @@ class SalientPatchTransformer(nn.Module):
     trainable [cls], shared by the frames, and the patches; o_t is the output's [cls] row (`pooling="cls"`) or the
     mean of its patch rows (`"mean"`, Table 15; zeros where `"mask"` leaves none). Rows of a frame past its count are
     padding (Table 14), whatever numbers they hold: read as zeros (`"zero"`), as a trainable [pad] (`"token"`), or
-    masked out (`"mask"`). The order of the patches does not matter.
+    masked out before the softmax (`"mask"`; the paper zeroes their weights after it). The order of the patches does
+    not matter. A head is dim / heads wide: softmax(q K^T / sqrt(d)) V, with what is the same in all rows, or cancels,
+    taken out of it.
     """
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
@@ -977,7 +996,7 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
     """One update of the online network; returns tensors (0-dimensional): loss, q (mean), grad_norm and skipped.
 
     skipped is 1 where the loss or the gradient is not finite: then neither weights nor priorities change, only the
-    random streams. `optimizer` is a fused one.
+    random streams. `optimizer` is a fused one (another would take that step).
     `loss_function` is c51_loss, or what torch.compile makes of it; in CUDA graphs the next call overwrites its results.
     """
     optimizer.zero_grad()
@@ -1042,7 +1061,7 @@ def evaluate(network, look, make_env, seeds, frame_stack, epsilon, rng, device):
 
 @torch.no_grad()
 def watch_game(network, look, env, seed, frame_stack, device, max_steps=1000):
-    """Play a game of the network without noise or random actions, for figures and videos, a step at a time.
+    """Play a game (its first max_steps) without noise or random actions, for figures and videos, a step at a time.
 
     Yields (uint8 frame, state that the network read, and whatever `look(frames)` returns beside (frames, counts)).
     """
@@ -1072,9 +1091,11 @@ def attended_patches(trunk, state, patch_ids):
     The attended patches are the fewest that hold 60 % of the attention that [cls] (under mean pooling: the patches)
     pays to the selected patches, averaged over the heads (Fig. 6). patch_ids is (1, L).
     """
-    weights, _ = trunk.attend(*state)  # (F, H, T', 1+L); the last frame is the newest
+    weights = trunk.attend(*state)[0][-1]  # (H, T', 1+L) of the newest frame
     selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
-    attention = weights[-1].mean((0, 1))[1 : 1 + len(selected)]  # (K,)
+    if trunk.padding == "mask":  # the rows of patches that are not there are not read
+        weights = weights[:, : len(selected)]
+    attention = weights.mean((0, 1))[1 : 1 + len(selected)]  # (K,)
     order = attention.argsort(descending=True)
     mass = attention[order].cumsum(0) / attention.sum()
     fewest = int((mass < 0.6).sum()) + 1
@@ -1096,7 +1117,7 @@ def mark_patches(frame, selected, attended, side, zoom=4):
 
 
 def draw_policy_attention(moments, side, path, columns=4):
-    """Fig. 6: what the policy looks at, in eight frames spread over a game, as a PNG file."""
+    """Fig. 6: what the policy looks at, in eight frames spread over a game's first 1,000 steps, as a PNG file."""
     figure, axes = plt.subplots(2, columns, figsize=(3 * columns, 6.6), layout="constrained")
     steps = np.linspace(0, len(moments) - 1, axes.size).astype(int)
     for axis, step in zip(axes.flat, steps, strict=True):
@@ -1214,6 +1235,11 @@ def package_versions():
     return {"python": platform.python_version(), **{package: version(package) for package in packages}}
 
 
+def cpu_settings():
+    """What else the last bits of a run on a CPU depend on, a dict."""
+    return {"CPU threads": torch.get_num_threads(), "CPU": torch.backends.cpu.get_cpu_capability()}
+
+
 class Curves:
     """TensorBoard's event files in a folder. Where they cannot be written a run goes on, with a gap in its curves."""
 
@@ -1260,10 +1286,19 @@ def save_checkpoint(run_dir, curves, files, content):
         for path in run_dir.glob("events.*"):
             sync(path)
             events[path.name] = path.stat().st_size
-        content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
+        content |= {"script": Path(__file__).stem, "versions": package_versions(), "events": events,
+                    "cpu_settings": cpu_settings()}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
     except OSError as error:
         print(f"warning: {error}; an earlier checkpoint, if there is one, stands", file=sys.stderr)
+
+
+def try_to_write(write):
+    """Call `write()`; where a file cannot be written, warn and go on: the run writes it again later."""
+    try:
+        write()
+    except OSError as error:
+        print(f"warning: {error}; the run goes on, and tries again later", file=sys.stderr)
 
 
 def new_run(run_dir, args):
@@ -1309,19 +1344,26 @@ def load_checkpoint(run_dir, args, device):
     """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
 
     Exits with status 2 if it is damaged, or of another script, other arguments, versions or kind of device: the run
-    would go on differently.
+    would go on differently. Only the last bits differ with another CPU or number of threads: that is a warning.
     """
-    path, content = run_dir / "checkpoint.pt", {}
-    if path.exists():
-        content = read_checkpoint(path, "--resume")
-        here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
-        there = {"script": content.get("script"), "device_type": content.get("device_type")}
-        for part in ("args", "versions"):
-            there |= content[part] if isinstance(content.get(part), dict) else {}
-        for name, value in here.items():
-            if there.get(name) != value:
-                fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
-                     f"with what started it")
+    path = run_dir / "checkpoint.pt"
+    if not path.exists():
+        print(f"{run_dir} has no checkpoint yet: the run begins anew")
+        return {}
+    content = read_checkpoint(path, "--resume")
+    here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
+    there = {"script": content.get("script"), "device_type": content.get("device_type")}
+    for part in ("args", "versions"):
+        there |= content[part] if isinstance(content.get(part), dict) else {}
+    for name, value in here.items():
+        if there.get(name) != value:
+            fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
+                 f"with what started it")
+    for name, value in cpu_settings().items():
+        then = content.get("cpu_settings", {}).get(name)
+        if then != value:
+            print(f"warning: {name}: {then} when the run stopped, {value} now; it goes on, but not bit for bit as it "
+                  "would have", file=sys.stderr)
     return content
 
 
@@ -1444,7 +1486,7 @@ def look_at_all_patches(mae, frames):
 
 
 if __name__ == "__main__":
-    sys.stdout, sys.stderr = Messages(sys.stdout), Messages(sys.stderr)
+    sys.stdout, sys.stderr = (Messages(stream or open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr))
     sys.excepthook = one_line_for_files
     # TensorBoard's thread: where it fails to write, Curves says so.
     threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or threading.__excepthook__(failed)
@@ -1460,8 +1502,6 @@ if __name__ == "__main__":
     frame_bytes = patches * args.encoder_dim * 2 if args.method == "mae-all" else 84 * 84
     check_memory({"--buffer-size": args.buffer_size * (frame_bytes + 30)}, device)
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    if args.method == "mae-all" and not args.mae_checkpoint:
-        check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3}, torch.device("cpu"))
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.compile:
@@ -1492,6 +1532,8 @@ if __name__ == "__main__":
             salient_counts = copy.deepcopy(training["salient_counts"])
         elif args.mae_checkpoint:
             salient_counts = load_mae(args.mae_checkpoint, mae, args)
+        else:
+            check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3}, torch.device("cpu"))
 
     if not args.resume:
         lock = new_run(run_dir, args)
@@ -1514,7 +1556,7 @@ if __name__ == "__main__":
             signals.stop(number)
 
     def pause_pretraining(state, due):
-        seconds["pretrain"] = time.perf_counter() - pretraining_began
+        seconds["pretrain"] = time.perf_counter() - pretraining_began - seconds["checkpoint"]
         pause("pretraining", state, due)
 
     if args.method == "mae-all":
@@ -1522,7 +1564,7 @@ if __name__ == "__main__":
             with clock("collect"):
                 frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
             signals.at_once = False
-            pretraining_began = time.perf_counter() - seconds["pretrain"]  # as if it had never been interrupted
+            pretraining_began = time.perf_counter() - seconds["pretrain"] - seconds["checkpoint"]  # as if uninterrupted
             pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, curves.add_scalar,
                          checkpoint.get("pretraining"), pause_pretraining)
             signals.stop_at_once()
@@ -1530,7 +1572,7 @@ if __name__ == "__main__":
         mae.eval().requires_grad_(False)
         files["mae.pt"] = lambda: save_mae(run_dir / "mae.pt", mae, args, salient_counts)
         if not training:
-            files["mae.pt"]()
+            try_to_write(files["mae.pt"])
 
     # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
     torch.manual_seed(args.seed)
@@ -1587,7 +1629,7 @@ if __name__ == "__main__":
     actions_played = []  # in the current game: the emulator's state is where they lead from the game's seed
 
     def training_state():
-        """Everything that training needs to go on from here (the error cache and the networks' noise included)."""
+        """Everything that training needs to go on from here (the networks' noise included)."""
         return {
             "online": online.state_dict(), "target": target.state_dict(), "optimizer": optimizer.state_dict(),
             "replay": replay.state_dict(), "generator": generator.get_state(),
@@ -1619,7 +1661,6 @@ if __name__ == "__main__":
                      f"(ale-py {version('ale-py')}, as then); the checkpoint is of another game or machine")
         print(f"going on from step {step}")
         training = None  # the file is free to be replaced
-    logged_at, logged_step = time.perf_counter(), step
 
     def evaluation_is_due():
         return step > 0 and (step == args.total_timesteps or args.eval_frequency and step % args.eval_frequency == 0)
@@ -1642,7 +1683,10 @@ if __name__ == "__main__":
         evaluate_now()  # the run was stopped in it: the checkpoint is written before
     signals.at_once = False  # from here on a step is finished and saved first
     pause("training", training_state, due=step == 0)
-    skipped = torch.zeros((), device=device)  # 1: the last update was not finite, so it was not taken
+    # `skipped` is 1 where the last update was not finite, and so was not taken. A GPU is not waited for to learn that:
+    # it comes with the next action, so the loop stops before that step; only where something is to be saved it asks.
+    skipped = torch.zeros((), device=device)
+    logged_at, logged_step = time.perf_counter(), step
     progress = tqdm(range(step + 1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02, initial=step,
                     total=args.total_timesteps)
     for step in progress:
@@ -1709,9 +1753,11 @@ if __name__ == "__main__":
             logged_at += time.perf_counter() - paused_at  # steps a second are training's
     if skipped:
         updates -= 1
-        pause("training", training_state, due=True)
-        sys.exit(f"error: the loss or its gradient is not finite at step {step}, so that update is not taken; start "
-                 "anew with a smaller --learning-rate, or --resume without it")
+        try:
+            pause("training", training_state, due=True)
+        finally:  # also where a signal waits
+            sys.exit(f"error: the loss or its gradient is not finite at step {step}, so that update is not taken; "
+                     "start anew with a smaller --learning-rate, or --resume without it")
     envs.close()
     curves.flush()
 
@@ -1720,10 +1766,14 @@ if __name__ == "__main__":
     reported = max(evaluations, key=lambda e: np.median(e["scores"])) if args.eval_frequency else evaluations[-1]
     scores = reported["scores"]
     measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes, on macOS
+    if Path("/proc/self/status").exists():  # on Linux that would include the process that started this one
+        host = 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
     on_device = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
     online.load_state_dict(best_weights)
     agent = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": reported["step"]}
+    if args.method == "mae-all":
+        files["mae.pt"]()  # again, if it could not be written before
     write_whole(run_dir / "agent.pt", lambda temporary: torch.save(agent, temporary))
     if args.method == "mae-all" or args.capture_video:
         env = make_envs(args, 1)

@@ -14,15 +14,18 @@ Contents, in reading order:
     1. Arguments      Args, parse_args, check_common_args, check_args, resumed_args, pick_device, check_memory
     2. Environment    make_envs, game_seeds
     3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
-    4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, ideal_max_ratio
+    4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, ideal_max_ratio,
+                      count_salient_patches
     5. Figures        decoder_pictures, paint, draw_...
     6. Files          sync, write_whole, read_checkpoint, Curves, save_checkpoint, new_run, lock_run, load_checkpoint,
                       Signals, save_mae, load_mae
-    7. Main           count_salient_patches
+    7. Main
 
-Shape letters: B batch, P patches a side, N = P**2, D width of a layer, T tokens, H attention heads, d = D / H,
-K patches that the encoder sees or that are selected, M neighbourhoods. (In code F is torch.nn.functional; in frames'
-shapes H and W are pixels.)
+The paper is in sections 3 and 4; 1 and 6 only keep a run safe, and can be skipped at first.
+
+Shape letters: B batch, P patches a side, N = P**2, p pixels a patch's side, D width of a layer, T tokens, H attention
+heads, d = D / H, K patches that the encoder sees or that are selected, M neighbourhoods. (In code F is
+torch.nn.functional; in frames' shapes H and W are pixels.)
 """
 
 import argparse
@@ -42,9 +45,10 @@ import threading
 import time
 import zipfile
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import ale_py
 import gymnasium as gym
@@ -177,6 +181,8 @@ def check_common_args(args):
                   "eval_epsilon")  # not each script has each of them
         if name in shares and value > 1:
             fail(f"{flag} is {value}; give a share of at most 1")
+        if name == "coverage" and value == 1:
+            fail(f"{flag} is {value}; give a share below 1, for mr* keeps more than that share of the frames whole")
     if args.threads > os.cpu_count():
         fail(f"--threads is {args.threads}; give at most the machine's {os.cpu_count()} CPUs")
     games = {name.lower(): name for name, spec in gym.registry.items()
@@ -239,9 +245,11 @@ def resumed_args(args):
         fail(f"--resume {args.resume}: its args.json is damaged ({error}); start a new run")
     if not isinstance(stored, dict) or stored.keys() != plain_args(args).keys():
         fail(f"--resume {args.resume} is a run of another script or version; use what started it")
-    for name, value in vars(args).items():
-        if name != "resume" and None not in (value, stored[name]) and type(stored[name]) is not type(value):
-            fail(f"--resume {args.resume}: its args.json is damaged ({name} is {stored[name]!r}); start a new run")
+    for field in fields(args):
+        kinds = [str if kind is Path else kind for kind in get_args(field.type) or [field.type]]  # or choices
+        value = stored.get(field.name)
+        if field.name != "resume" and value not in kinds and type(value) not in kinds:
+            fail(f"--resume {args.resume}: its args.json is damaged ({field.name} is {value!r}); start a new run")
     paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
     return type(args)(**{**stored, **paths, "resume": args.resume})
 
@@ -259,7 +267,10 @@ def pick_device(name):
 
 
 def check_memory(needs, device):
-    """Stop with one clear line if what a run will hold, {the flag that sets its size: bytes}, is more than is free."""
+    """Stop with one clear line if what a run will hold, {the flag that sets its size: bytes}, is more than is free.
+
+    Free is the GPU's, or the machine's: a container may have less.
+    """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif Path("/proc/meminfo").exists():  # Linux: free, and what the system would give back
@@ -470,12 +481,14 @@ class MaskedAutoencoder(nn.Module):
         loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
         return loss, prediction, torch.ones_like(noise).scatter(1, kept, 0.0)
 
+
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss
+HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss: those that follow in the same games
 
 
 def collect_random_frames(args, num_frames, num_envs=8):
-    """Frames (num_frames, H, W, 3), a uint8 array, of whole games played uniformly at random in `num_envs` games."""
+    """Frames (num_frames, H, W, 3), a uint8 array, of `num_envs` environments in which random play goes on, game after
+    game, each with all its lives. Prints the mean score of the games that ended."""
     envs = make_envs(args, num_envs)
     rng = np.random.default_rng([args.seed, COLLECT])
     games = np.zeros(num_envs, np.int64)  # games finished so far in each environment
@@ -535,6 +548,7 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
         order.set_state(resumed["order"])
         masks.set_state(resumed["masks"])
         step = resumed["step"]
+        print(f"going on from step {step} of pre-training")
 
     def state():
         return {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "order": order_state,
@@ -555,10 +569,12 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
             value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
             if not math.isfinite(value + norm):
                 masks.set_state(mask_state)
-                if pause:
-                    pause(state, due=True)
-                sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
-                         "it is not taken; try a smaller --mae-learning-rate")
+                try:
+                    if pause:
+                        pause(state, due=True)
+                finally:  # also where a signal waits
+                    sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
+                             "it is not taken; start anew with a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -632,18 +648,19 @@ class ErrorMapCache:
         other is computed once, here in the constructor;
       - in the last decoder layer only the wanted patch asks; its keys and values are folded into its query.
     The values equal the plain ones up to rounding, unless two neighbourhoods share a 64-bit key: for two at one place
-    the odds are at most 2**-52, so below 2**-16 that a 100K run (some 3 million neighbourhoods) meets it once.
+    the odds are at most 2**-52 (and not 2**-64: a difference of pixels and the hash's factors may each be even), so
+    below 2**-16 that a 100K run (some 3 million neighbourhoods, spread over the places) meets it once.
 
-    The table has `size` entries (12 bytes each) in sets of 8; a new entry replaces the oldest of a full set.
-    `behind`, another cache of the same MAE, is asked first and never written to: evaluation reads what training knows
-    and keeps its own findings apart. `lookups` and `misses` count patches.
+    The table has `size` entries (13 bytes each) in sets of 8; a new entry replaces the oldest of a full set.
+    `behind`, another cache of the same MAE, is asked too and never written to: evaluation reads what training knows
+    and keeps its own findings apart. `misses` counts the neighbourhoods that were computed.
     """
 
     WAYS = 8
 
     @torch.no_grad()
     def __init__(self, mae, size=2**22, behind=None):
-        self.mae, self.behind, self.lookups, self.misses = mae, behind, 0, 0
+        self.mae, self.behind, self.misses = mae, behind, 0
         device, N = mae.pos_embed.device, mae.num_patches
         self.sets = max(1, size // self.WAYS)
         self.keys = torch.zeros(self.sets, self.WAYS, dtype=torch.int64, device=device)
@@ -693,8 +710,8 @@ class ErrorMapCache:
         return int((self.keys != 0).sum())
 
     def state_dict(self):
-        """The table and its counters, for a checkpoint."""
-        return {name: getattr(self, name) for name in ("keys", "errors", "oldest", "lookups", "misses")}
+        """The table and its counter, for a checkpoint."""
+        return {name: getattr(self, name) for name in ("keys", "errors", "oldest", "misses")}
 
     def load_state_dict(self, state):
         """Put back what state_dict returned."""
@@ -735,7 +752,6 @@ class ErrorMapCache:
             self.insert(new, computed)
             errors[missing] = computed[inverse]
             self.misses += len(new)
-        self.lookups += len(keys)
         return errors.view(len(frames), -1)
 
     def compute(self, patches, wanted):
@@ -797,9 +813,11 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals.
     Dynamic-K: sort a frame's errors in ascending order and divide by their sum, v_0 ... v_{N-1}. Their running sum
-    over x = n/N is the Lorenz curve. K = N - i for the i whose two-step slope (v_i + v_{i+1}) N/2 is closest to
-    `lorenz_slope` (the smallest such i), among those that keep 2 to max_patches patches; K = 1 where all errors are
-    equal. With `lorenz_slope=None` K is max_patches. Raises ValueError unless 1 <= max_patches <= N.
+    over x = n/N is the Lorenz curve; it is convex, with the salient patches at its right end. (So is the paper's
+    formula; its text says concave.) K = N - i for the i whose two-step slope (v_i + v_{i+1}) N/2 is closest to
+    `lorenz_slope` (the smallest such i), among those that keep at least 2 and at most max_patches or N - 1; K = 1 where
+    there is none, or all errors are equal. With `lorenz_slope=None` K is max_patches. Raises ValueError unless
+    1 <= max_patches <= N.
     """
     B, N = errors.shape
     if not 1 <= max_patches <= N:
@@ -1096,6 +1114,11 @@ def package_versions():
     return {"python": platform.python_version(), **{package: version(package) for package in packages}}
 
 
+def cpu_settings():
+    """What else the last bits of a run on a CPU depend on, a dict."""
+    return {"CPU threads": torch.get_num_threads(), "CPU": torch.backends.cpu.get_cpu_capability()}
+
+
 class Curves:
     """TensorBoard's event files in a folder. Where they cannot be written a run goes on, with a gap in its curves."""
 
@@ -1142,10 +1165,19 @@ def save_checkpoint(run_dir, curves, files, content):
         for path in run_dir.glob("events.*"):
             sync(path)
             events[path.name] = path.stat().st_size
-        content = {"script": Path(__file__).stem, "versions": package_versions(), "events": events, **content}
+        content |= {"script": Path(__file__).stem, "versions": package_versions(), "events": events,
+                    "cpu_settings": cpu_settings()}
         write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
     except OSError as error:
         print(f"warning: {error}; an earlier checkpoint, if there is one, stands", file=sys.stderr)
+
+
+def try_to_write(write):
+    """Call `write()`; where a file cannot be written, warn and go on: the run writes it again later."""
+    try:
+        write()
+    except OSError as error:
+        print(f"warning: {error}; the run goes on, and tries again later", file=sys.stderr)
 
 
 def new_run(run_dir, args):
@@ -1191,19 +1223,26 @@ def load_checkpoint(run_dir, args, device):
     """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
 
     Exits with status 2 if it is damaged, or of another script, other arguments, versions or kind of device: the run
-    would go on differently.
+    would go on differently. Only the last bits differ with another CPU or number of threads: that is a warning.
     """
-    path, content = run_dir / "checkpoint.pt", {}
-    if path.exists():
-        content = read_checkpoint(path, "--resume")
-        here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
-        there = {"script": content.get("script"), "device_type": content.get("device_type")}
-        for part in ("args", "versions"):
-            there |= content[part] if isinstance(content.get(part), dict) else {}
-        for name, value in here.items():
-            if there.get(name) != value:
-                fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
-                     f"with what started it")
+    path = run_dir / "checkpoint.pt"
+    if not path.exists():
+        print(f"{run_dir} has no checkpoint yet: the run begins anew")
+        return {}
+    content = read_checkpoint(path, "--resume")
+    here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
+    there = {"script": content.get("script"), "device_type": content.get("device_type")}
+    for part in ("args", "versions"):
+        there |= content[part] if isinstance(content.get(part), dict) else {}
+    for name, value in here.items():
+        if there.get(name) != value:
+            fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
+                 f"with what started it")
+    for name, value in cpu_settings().items():
+        then = content.get("cpu_settings", {}).get(name)
+        if then != value:
+            print(f"warning: {name}: {then} when the run stopped, {value} now; it goes on, but not bit for bit as it "
+                  "would have", file=sys.stderr)
     return content
 
 
@@ -1313,7 +1352,7 @@ def load_mae(path, mae, args):
 
 
 if __name__ == "__main__":
-    sys.stdout, sys.stderr = Messages(sys.stdout), Messages(sys.stderr)
+    sys.stdout, sys.stderr = (Messages(stream or open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr))
     sys.excepthook = one_line_for_files
     # TensorBoard's thread: where it fails to write, Curves says so.
     threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or threading.__excepthook__(failed)
@@ -1379,7 +1418,7 @@ if __name__ == "__main__":
 
         def pause(state, due):
             """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
-            seconds["pretrain"] = time.perf_counter() - pretraining_began
+            seconds["pretrain"] = time.perf_counter() - pretraining_began - seconds["checkpoint"]
             number = signals.number  # one that comes later waits for the next pause
             if due or number:
                 with clock("checkpoint"):
@@ -1390,20 +1429,18 @@ if __name__ == "__main__":
                 signals.stop(number)
 
         signals.at_once = False
-        pretraining_began = time.perf_counter() - seconds["pretrain"]  # as if it had never been interrupted
+        pretraining_began = time.perf_counter() - seconds["pretrain"] - seconds["checkpoint"]  # as if uninterrupted
         pretrain_mae(args, mae, frames, held_out, device, log, checkpoint.get("pretraining"), pause)
         signals.stop_at_once()
         curves.flush()
     mae.eval().requires_grad_(False)
-    if not args.mae_checkpoint:
-        save_mae(run_dir / "mae.pt", mae, args, None)  # what took long is safe before anything else is done
+    try_to_write(lambda: save_mae(run_dir / "mae.pt", mae, args, None))  # what took long is safe before anything else
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     error_map = ErrorMapCache(mae, args.error_cache_size)
     with clock("count salient patches"):
         counts = count_salient_patches(error_map, frames, args.lorenz_slope, device)
-    if not args.mae_checkpoint:
-        save_mae(run_dir / "mae.pt", mae, args, {"counts": counts, "lorenz_slope": args.lorenz_slope})
+    save_mae(run_dir / "mae.pt", mae, args, {"counts": counts, "lorenz_slope": args.lorenz_slope})
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio if args.max_ratio is not None else PAPER_MAX_RATIO.get(args.env_id, ideal)
     kept_whole = {percent: (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
@@ -1446,8 +1483,8 @@ if __name__ == "__main__":
     if images:
         print(f"{images} images, {results['images_per_second']:.0f} a second; loss {results['final_loss']:.4f}, on "
               f"held-out frames {results['held_out_losses'][-1]:.4f}")
-    print("ratio " + " ".join(f"{percent:3d}%" for percent in kept_whole))
-    print("whole " + " ".join(f"{share:4.0%}" for share in kept_whole.values()) + "  of the frames")
+    print("ratio " + " ".join(f"{percent:5d}%" for percent in kept_whole))
+    print("whole " + " ".join(f"{share:6.1%}" for share in kept_whole.values()) + "  of the frames")
     paper = f", the paper's is {PAPER_IDEAL_RATIO[args.env_id]:.0%}" if args.env_id in PAPER_IDEAL_RATIO else ""
     print(f"K: {results['K']}")
     print(f"mr* at coverage {args.coverage:g}: {ideal:.0%}, which keeps {kept_whole[round(100 * ideal)]:.2%} of the "

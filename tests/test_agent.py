@@ -29,7 +29,10 @@ def trunk_of(padding, pooling, scale=1.0):
 
 
 def oracle_trunk(trunk, frame, count, padding, pooling):
-    """o_t of one frame: projection, LN, attention with keys and values written out, LN, MLP; no residuals."""
+    """o_t of one frame: projection, LN, attention with keys and values written out, LN, MLP; no residuals.
+
+    And the attention behind it, averaged over the heads: a row for each token that o_t is made of, [cls] first in it.
+    """
     rows = [trunk.cls_token[0, 0]]
     for n in range(len(frame)):
         patch = frame[n]
@@ -38,18 +41,20 @@ def oracle_trunk(trunk, frame, count, padding, pooling):
         if n < count or padding != "mask":
             rows.append(trunk.project(patch))
     X = [trunk.norm1(row) for row in rows]
-    d, outputs = 4, []
+    d, outputs, attention = 4, [], []
     for i in range(len(X)):
-        heads = []
+        heads, looked = [], [0.0] * len(X)
         for h in range(8):
             part = slice(h * d, h * d + d)
             q = trunk.query(X[i])[part]
             scores = [math.exp((q @ trunk.key(x)[part]).item() / math.sqrt(d)) for x in X]
             heads.append(sum(s / sum(scores) * trunk.value(x)[part] for s, x in zip(scores, X)))
+            looked = [total + s / sum(scores) / 8 for total, s in zip(looked, scores)]
+        attention.append(looked)
         outputs.append(trunk.mlp(trunk.norm2(trunk.output(torch.cat(heads)))))
     if pooling == "cls":
-        return outputs[0]
-    return sum(outputs[1:]) / (len(outputs) - 1) if len(outputs) > 1 else torch.zeros(32)
+        return outputs[0], attention[:1]
+    return sum(outputs[1:]) / (len(outputs) - 1) if len(outputs) > 1 else torch.zeros(32), attention[1:]
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -61,8 +66,31 @@ def test_the_trunk_against_loops(padding, pooling):
         got = trunk(embeddings, counts)
         assert got.shape == (3, 128)
         for b in range(3):
-            stack = [oracle_trunk(trunk, embeddings[b, f], counts[b, f], padding, pooling) for f in range(4)]
+            stack = [oracle_trunk(trunk, embeddings[b, f], counts[b, f], padding, pooling)[0] for f in range(4)]
             torch.testing.assert_close(got[b], torch.cat(stack), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_the_attended_patches_of_fig_6_against_loops(padding, pooling):
+    trunk = trunk_of(padding, pooling, scale=5.0)  # it prefers some patches to others
+    embeddings, counts = made_up(B=1)
+    sizes = set()
+    for k in (1, 2, 4, 5, 6):
+        counts[0, 3] = k  # of the newest frame
+        patch_ids = torch.randperm(36)[:6]
+        with torch.no_grad():
+            _, attention = oracle_trunk(trunk, embeddings[0, 3], k, padding, pooling)
+        paid = [sum(row[1 + n] for row in attention) / len(attention) for n in range(k)]
+        expected, mass = [], 0.0
+        for n in sorted(range(k), key=lambda n: -paid[n]):
+            if mass < 0.6 * sum(paid):  # the fewest with 60 %
+                expected.append(int(patch_ids[n]))
+                mass += paid[n]
+        got = spirl.attended_patches(trunk, (embeddings, counts), patch_ids[None])
+        assert got == (patch_ids[:k].tolist(), expected)
+        sizes.add((k, len(expected)))
+    assert any(1 < few < k for k, few in sizes)
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -195,7 +223,8 @@ def test_the_projection_against_algorithm_1():
     torch.testing.assert_close(got[0], probabilities[0], rtol=1e-4, atol=1e-5)  # nothing moves
 
 
-def test_one_update_against_the_equations():
+@pytest.mark.parametrize("limit", [10.0, 0.01])
+def test_one_update_against_the_equations(limit):
     """Double Q, the target's distribution, KL priorities and importance weights, one transition at a time."""
     torch.manual_seed(0)
     online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
@@ -221,13 +250,14 @@ def test_one_update_against_the_equations():
             priorities[slots[b].item()] = max(kl, 1e-6) ** 0.5
     before = {name: p.clone() for name, p in online.named_parameters()}
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
-    metrics = spirl.learn(online, target, optimizer, replay, 8, 0.7, 10.0, torch.Generator().manual_seed(5))
+    metrics = spirl.learn(online, target, optimizer, replay, 8, 0.7, limit, torch.Generator().manual_seed(5))
     assert metrics["loss"].item() == pytest.approx(sum(losses) / 8, rel=1e-4)
     for slot, priority in priorities.items():
         assert replay.priorities[slot].item() == pytest.approx(priority, rel=1e-3)
     assert all(not torch.equal(p, before[name]) for name, p in online.named_parameters())
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in online.parameters()))
-    assert norm == pytest.approx(min(metrics["grad_norm"].item(), 10.0), rel=1e-3)
+    assert norm == pytest.approx(min(metrics["grad_norm"].item(), limit), rel=1e-3)
+    assert (metrics["grad_norm"].item() > limit) == (limit == 0.01)  # clipped, and not
 
 
 class OnTheDevice(TorchDispatchMode):

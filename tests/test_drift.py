@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import re
 import sys
 
 import pytest
@@ -20,7 +21,8 @@ SHARED = {
     "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE", "check_agent_args",
     "encode_patches", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
     "resumed_args", "check_memory", "read_checkpoint", "package_versions", "save_checkpoint", "load_checkpoint",
-    "Signals", "Messages", "one_line_for_files", "parse_args", "Curves", "sync", "new_run", "lock_run", "cut_curves",
+    "cpu_settings", "try_to_write", "Signals", "Messages", "one_line_for_files", "parse_args", "Curves", "sync",
+    "new_run", "lock_run", "cut_curves",
     "c51_loss", "learn", "evaluate", "watch_game", "attended_patches", "draw_policy_attention", "save_video",
 }
 
@@ -206,7 +208,7 @@ def test_the_environments_differ_in_the_picture_alone(sources):
     assert lines_apart(rgb, grey) == (ONLY_RGB, ONLY_GREY)
 
 
-def test_requirements_are_exact_and_used():
+def test_requirements_are_exact_and_used(sources):
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     pinned = {}
     for line in lines:
@@ -215,6 +217,8 @@ def test_requirements_are_exact_and_used():
         assert number and comment.strip(), f"{line} is not an exact pin with a comment on what it is for"
         pinned[name] = number
     assert pinned.keys() == set(PACKAGES.values()) | REQUIRED_UNIMPORTED
+    imported = {name for source in sources.values() for name in re.findall(r"^(?:import|from) (\w+)", source, re.M)}
+    assert imported - set(sys.stdlib_module_names) == set(PACKAGES)
 
 
 @pytest.mark.parametrize("before, after, message", [

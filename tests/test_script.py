@@ -11,11 +11,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import spirl_rainbow as spirl
 
@@ -60,6 +63,7 @@ def test_a_run_leaves_what_the_readme_says(small_run):
     phases = {"collect", "pretrain", "count salient patches", "error map", "encode", "store", "environment", "act",
               "update", "evaluate", "checkpoint"}
     assert results["seconds"].keys() == phases and min(results["seconds"].values()) > 0
+    assert 0.1 < results["peak_memory_gb"]["host"] < 8 and (torch.cuda.is_available() or results["device"] == "cpu")
     assert results["max_patches"] == 12 and results["misses_per_frame"] > 0  # int(36 * 35 %)
     mae, agent = (torch.load(path / name, weights_only=True) for name in ("mae.pt", "agent.pt"))
     assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
@@ -174,6 +178,59 @@ def test_the_target_is_copied_and_beta_grows_to_one(tmp_path, small_run, monkeyp
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) == copied
 
 
+def test_the_loop_acts_learns_and_keeps_the_best(tmp_path, small_run, monkeypatch):
+    """Seen from outside: PyTorch calls hooks at each pass of a network and at each step of an optimiser."""
+    acted, betas, evaluated, played = [], {}, {}, []
+    make_vec = gym.make_vec
+
+    def watched(*args, **kwargs):  # the first environment is the one that trains
+        env = make_vec(*args, **kwargs)
+        if not played:
+            played.append(None)
+            step = env.step
+            env.step = lambda action: (played.append(int(action[0])), step(action))[1]
+        return env
+
+    def passed(network, inputs, log_probs):
+        if type(network).__name__ != "RainbowNetwork":
+            return
+        loop = vars(sys.modules["__main__"])
+        if network.training and len(log_probs) == 1:
+            noise = torch.cat([value.flatten() for name, value in network.named_buffers() if "noise" in name])
+            best = int((log_probs.exp() * network.support).sum(2).argmax())
+            acted.append((loop["step"], network is loop["online"], best, noise.clone()))
+        elif not network.training:
+            evaluated.setdefault(loop["step"], {name: v.clone() for name, v in network.state_dict().items()})
+
+    def stepped(optimizer, *args):
+        loop = vars(sys.modules["__main__"])
+        if "beta" in loop:
+            betas[loop["step"]] = loop["beta"]
+
+    monkeypatch.setattr(gym, "make_vec", watched)
+    hooks = [register_module_forward_hook(passed), register_optimizer_step_post_hook(stepped)]
+    try:
+        run_here(tmp_path, monkeypatch, *SMALL, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200,
+                 "--train-frequency", 4, "--eval-frequency", 40, "--run-name", "watched")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # After 120 random steps each action is the best one under the noise that the last update left, and no other's.
+    assert [step for step, *_ in acted] == list(range(121, 201)) and all(own for _, own, *_ in acted)
+    assert [best for _, _, best, _ in acted] == played[121:201]
+    for (_, *_, before), (step, *_, now) in zip(acted, acted[1:]):
+        assert torch.equal(before, now) == (step % 4 != 1), step  # an update after each fourth step
+    assert betas == {step: pytest.approx(0.4 + 0.6 * (step - 120) / 80) for step in range(124, 201, 4)}
+    # The report is about the weights that had the largest median, as they were then.
+    path = tmp_path / "runs/watched"
+    evaluations = json.loads((path / "results.json").read_text())["evaluations"]
+    best = max(evaluations, key=lambda evaluation: np.median(evaluation["scores"]))
+    agent = torch.load(path / "agent.pt", weights_only=True)
+    assert agent["step"] == best["step"] and evaluated.keys() == {40, 80, 120, 160, 200}
+    assert all(torch.equal(agent["model"][name], value) for name, value in evaluated[best["step"]].items())
+    assert not torch.equal(evaluated[120]["trunk.project.weight"], evaluated[200]["trunk.project.weight"])
+
+
 def test_every_padding_and_pooling_and_both_settings(tmp_path, small_run):
     """Frostbite with the MAE of the first run, in the 100K setting's regime; MsPacman with one of its own, in the 400K
     setting's: each padding and each pooling on both."""
@@ -253,5 +310,6 @@ def test_evaluating_does_not_change_training(tmp_path, small_run):
     assert once["training_scores"] == several["training_scores"]
     assert once["scores"] == several["evaluations"][-1]["scores"]
     curves = scalars(seldom), scalars(often)
-    for name in ("losses/loss", "losses/grad_norm", "charts/q", "charts/K"):
+    for name in ("losses/loss", "losses/grad_norm", "charts/q", "charts/K", "cache/misses_per_frame", "cache/entries"):
         assert curves[0][name] == curves[1][name] and len(curves[0][name]) >= 2  # bit for bit
+    assert once["misses_per_frame"] == several["misses_per_frame"]
