@@ -29,8 +29,8 @@ from test_script import SMALL, finished, refusal, run, run_here, scalars
 import spirl_rainbow as spirl
 
 # Short games and few of them: an evaluation is soon over.
-TINY = [*SMALL, "--total-timesteps", "170", "--checkpoint-frequency", "20", "--eval-frequency", "90",
-        "--max-episode-frames", "240", "--eval-episodes", "1"]
+TINY = [*SMALL, "--mae-epochs", "3", "--total-timesteps", "170", "--checkpoint-frequency", "20",
+        "--eval-frequency", "90", "--max-episode-frames", "240", "--eval-episodes", "1"]
 PIXELS = ["--max-episode-frames", "240", "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "1",
           "--total-timesteps", "200", "--checkpoint-frequency", "0", "--threads", "1", "--device", "cpu"]
 RUNS = {  # each script; de-rainbow-p is de-rainbow after more random steps
@@ -90,39 +90,113 @@ def wait_for(process, pattern):
 
 
 def test_killed_at_any_instant(tmp_path, whole, request):
-    """kill -9 at random instants, one a run, spread over all that a run does; `--kills 20` for more."""
-    path, kills, seed = whole("spirl"), request.config.getoption("--kills"), random.randrange(10**6)
-    duration = sum(json.loads((path / "results.json").read_text())["seconds"].values())
-    rng = random.Random(seed)
-    instants = [rng.uniform(i, i + 1) / kills * duration for i in range(kills)]  # one in each part of the run
-    print(f"seed {seed}: kills at", [f"{instant:.1f}" for instant in instants], f"of {duration:.1f} seconds")
+    """kill -9 at random instants; `--kills 20` for more. Each run is killed once or, every other one, twice.
 
-    def survive(kill):
-        number, instant = kill
-        folder = tmp_path / "runs" / f"kill{number}"
-        process = start(tmp_path, *RUNS["spirl"], "--run-name", folder.name)
-        while process.poll() is None and not (folder / "args.json").exists():
+    One run in five is killed at any instant since it began, when there may be nothing yet to go on from; the others
+    at any instant since their first checkpoint, spread over all that they do after it.
+    """
+    path, kills, seed = whole("spirl"), request.config.getoption("--kills"), random.randrange(10**6)
+    seconds = json.loads((path / "results.json").read_text())["seconds"]
+    all_of_it = sum(seconds.values())
+    after_the_first = all_of_it - seconds["collect"] - seconds["pretrain"] / 3  # the first of three epochs
+    rng = random.Random(seed)
+    instants = [("args.json", rng.uniform(0, all_of_it)) if i % 5 == 0 else
+                ("checkpoint.pt", rng.uniform(i - 1, i) / (kills - 1) * after_the_first) for i in range(kills)]
+    print(f"seed {seed}: kills after", [f"{instant:.1f} s since {file}" for file, instant in instants])
+
+    def kill(folder, process, file, instant):
+        """Kill it; what it had reached is what its checkpoint, always a sound one, is of."""
+        while process.poll() is None and not (folder / file).exists():
             time.sleep(0.01)
         time.sleep(instant)
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        if not (folder / "checkpoint.pt").exists():
+            return "the run begins anew"
+        content = torch.load(folder / "checkpoint.pt", weights_only=True)
+        if "training" in content:
+            return f"going on from step {content['training']['counters'][0]}\n"
+        return f"going on from step {content['pretraining']['step']} of pre-training\n"
+
+    def survive(number):
+        file, instant = instants[number]
+        folder = tmp_path / "runs" / f"kill{number}"
+        told = [kill(folder, start(tmp_path, *RUNS["spirl"], "--run-name", folder.name), file, instant)]
+        if number % 2 and not (folder / "results.json").exists():
+            told.append(kill(folder, start(tmp_path, RUNS["spirl"][0], "--resume", folder), "args.json",
+                             random.Random(seed + number).uniform(2, 2 + all_of_it / 3)))
         if (folder / "results.json").exists():  # this one was faster than the first: once more, a little earlier
             shutil.rmtree(folder)
-            return survive((number, 0.9 * instant))
-        content = {}
-        if (folder / "checkpoint.pt").exists():
-            content = torch.load(folder / "checkpoint.pt", weights_only=True)
+            instants[number] = file, 0.9 * instant
+            return survive(number)
         done = run(tmp_path, "--resume", f"{folder}/")
-        assert done.returncode == 0, (instant, content.keys(), done.stderr[-2000:])
-        if "training" in content:  # it did not begin anew
-            assert f"going on from step {content['training']['counters'][0]}" in done.stdout
+        assert done.returncode == 0 and told[-1] in done.stdout, (told, done.stdout, done.stderr[-2000:])
         same_end(path, folder)
-        return "training" if "training" in content else "pre-training" if content else "no checkpoint yet"
+        return told
 
     with ThreadPoolExecutor(2) as pool:
-        reached = list(pool.map(survive, enumerate(instants)))
-    print("the last checkpoint then:", reached)
-    assert kills < 5 or "training" in reached
+        reached = list(pool.map(survive, range(kills)))
+    print(f"{sum(map(len, reached))} kills; what each resume then said:", reached)
+    assert kills < 5 or any(told[-1].startswith("going on from step") and "pre-" not in told[-1] for told in reached)
+
+
+WRITES = """
+import os, runpy, signal, sys
+
+moment, left, script, *sys.argv[1:] = sys.argv[1:]
+left = int(left)
+
+
+def deadly(call, name, before):
+    def wrapped(*args, **more):
+        global left
+        if not str(args[1]).endswith("checkpoint.pt"):
+            return call(*args, **more)
+        left -= 1
+        if left:
+            return call(*args, **more)
+        if not before:
+            call(*args, **more)
+        if name == "save":
+            os.truncate(args[1], os.path.getsize(args[1]) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return wrapped
+
+
+if moment == "half written":
+    import torch
+
+    torch.save = deadly(torch.save, "save", before=False)
+else:
+    os.replace = deadly(os.replace, "replace", before=moment == "not yet renamed")
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_killed_while_a_checkpoint_is_written(tmp_path, whole):
+    """With half of it on the disk, all of it but not under its name, or just renamed: the earlier one or this one."""
+
+    def survive(case):
+        moment, writes = case
+        folder = tmp_path / "runs" / moment.replace(" ", "-")
+        script, *flags = RUNS["spirl"]
+        command = [sys.executable, "-c", WRITES, moment, writes, ROOT / script, *flags, "--run-name", folder.name]
+        killed = subprocess.run([str(part) for part in command], cwd=tmp_path, capture_output=True, text=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+        assert len(list(folder.glob(".*.checkpoint.pt"))) == (moment != "just renamed")
+        content = torch.load(folder / "checkpoint.pt", weights_only=True)
+        done = run(tmp_path, "--resume", folder)
+        assert done.returncode == 0, done.stderr[-2000:]
+        same_end(whole("spirl"), folder)
+        return content["training"]["counters"][0]
+
+    whole("spirl")
+    # A run writes one for each of 3 epochs, then at steps 0, 20, 40, 60, 80, 90 (before an evaluation), 100 and so on.
+    with ThreadPoolExecutor(2) as pool:
+        steps = list(pool.map(survive, (("half written", 10), ("not yet renamed", 7), ("just renamed", 8))))
+    assert steps == [90, 40, 80]
 
 
 def test_stopped_by_a_signal(tmp_path, whole):
@@ -241,6 +315,9 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole, monk
     (tmp_path / "type").mkdir()
     text = (stopped / "args.json").read_text()
     (tmp_path / "type/args.json").write_text(text.replace('"threads": 1', '"threads": "x"'))
+    for name, value in (("mae_checkpoint", 5), ("seed", None), ("padding", "ones"), ("max_ratio", [0.5])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.json").write_text(json.dumps(json.loads(text) | {name: value}))
     (tmp_path / "args").mkdir()
     (tmp_path / "args/args.json").write_text("{}")
     for folder, message in (
@@ -255,6 +332,10 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole, monk
         (changed["authors"], "has script None, and this is spirl_rainbow"),
         (tmp_path / "broken", "its args.json is damaged"),
         (tmp_path / "type", "its args.json is damaged (threads is 'x')"),
+        (tmp_path / "mae_checkpoint", "its args.json is damaged (mae_checkpoint is 5)"),
+        (tmp_path / "seed", "its args.json is damaged (seed is None)"),
+        (tmp_path / "padding", "its args.json is damaged (padding is 'ones')"),
+        (tmp_path / "max_ratio", "its args.json is damaged (max_ratio is [0.5])"),
     ):
         assert message in refusal(tmp_path, monkeypatch, capsys, "--resume", folder)
     for script in ("spirl_baselines.py", "spirl_mae.py"):
@@ -330,7 +411,7 @@ def test_a_failed_write_leaves_the_earlier_file(tmp_path):
 
 
 def test_a_run_on_a_full_disk(tmp_path):
-    """mae.pt is a result: the run ends with one line. A checkpoint is not: it goes on, with a warning."""
+    """A warning, and the run goes on. Where a result still cannot be written at its end, that is one line."""
 
     def fill(limit, what):
         script, *flags = RUNS["spirl"]
@@ -347,7 +428,7 @@ def test_a_run_on_a_full_disk(tmp_path):
 
 
 @pytest.mark.parametrize("name, more, files", [
-    ("spirl", ["--capture-video"], ["mae.pt", "agent.pt", "policy_attention.png", "policy.gif", "results.json"]),
+    ("spirl", ["--capture-video"], ["agent.pt", "policy_attention.png", "policy.gif", "results.json"]),
     ("mae", [], ["mae.pt", "mae_reconstruction.png", "salient_selection.png", "salient_patches.png", "max_ratio.png",
                  "loss.png", "results.json"]),
     ("de-rainbow-p", [], ["agent.pt", "results.json"]),
@@ -355,10 +436,13 @@ def test_a_run_on_a_full_disk(tmp_path):
 def test_a_write_that_fails_at_any_file(tmp_path, whole, monkeypatch, capsys, name, more, files):
     """The disk is full as a file is to get its name: one error; with room again the run goes on, to the same end."""
     script, *flags = RUNS[name]
-    full, rename = "args.json", os.replace
+    full, rename, for_a_while = "args.json", os.replace, ["mae.pt", "checkpoint.pt"] * 2
 
     def replace(source, target):
-        if Path(target).name in (full, "checkpoint.pt" if full == "mae.pt" else ""):
+        if Path(target).name in for_a_while:
+            for_a_while.remove(Path(target).name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if Path(target).name == full:
             os.truncate(source, os.path.getsize(source) // 2)
             raise OSError(errno.ENOSPC, "No space left on device")
         rename(source, target)
@@ -376,7 +460,10 @@ def test_a_write_that_fails_at_any_file(tmp_path, whole, monkeypatch, capsys, na
     assert err.count("\n") == 1 and not list((tmp_path / "runs").iterdir())
     for full in files:
         fails(*(["--resume", "runs/it"] if (tmp_path / "runs/it").exists() else [*flags, *more, "--run-name", "it"]))
-    assert name == "de-rainbow-p" or "an earlier checkpoint, if there is one, stands" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert re.search("checkpoint.pt cannot be written .*No space left on device.*; make room for it or give it", err)
+    assert "an earlier checkpoint, if there is one, stands" in err
+    assert name == "de-rainbow-p" or re.search("mae.pt cannot be written .*; the run goes on, and tries again", err)
     full = None
     run_here(tmp_path, monkeypatch, "--resume", "runs/it", script=script)
     same_end(whole(name), tmp_path / "runs/it")
@@ -434,18 +521,21 @@ def test_a_run_that_diverges_leaves_a_sound_checkpoint(tmp_path, monkeypatch):
     assert content["replay"]["priorities"].isfinite().all()
 
 
-@pytest.mark.parametrize("flags, update, step", [
-    (["--train-frequency", "4"], 3, 132),  # the next step acts and does not learn
-    (["--checkpoint-frequency", "20"], 20, 140),  # a checkpoint is due
-    ([], 80, 200),  # the last: the evaluation is due
+@pytest.mark.parametrize("flags, update, step, stopped_too", [
+    (["--train-frequency", "4"], 3, 132, False),  # the next step acts and does not learn
+    (["--train-frequency", "4"], 3, 132, True),  # a signal waits
+    (["--checkpoint-frequency", "20"], 20, 140, False),  # a checkpoint is due
+    ([], 80, 200, False),  # the last: the evaluation is due
 ])
-def test_an_update_that_is_not_finite(tmp_path, monkeypatch, flags, update, step):
+def test_an_update_that_is_not_finite(tmp_path, monkeypatch, flags, update, step, stopped_too):
     """It ends the run with its step before anything else is done, and a resume goes on without it."""
     flags = ["--method", "de-rainbow", *PIXELS, *flags, "--run-name", "it"]
     clip, norms = torch.nn.utils.clip_grad_norm_, []
 
     def wrong_once(parameters, limit):
         norms.append(clip(parameters, limit))
+        if stopped_too and len(norms) == update:
+            signal.raise_signal(signal.SIGTERM)
         return norms[-1] * (math.nan if len(norms) == update else 1)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", wrong_once)
