@@ -51,6 +51,7 @@ OF_MAE = [
     (["--mae-checkpoint", "nowhere.pt"], "--mae-checkpoint nowhere.pt is not a file; give a mae.pt"),
     (["--mae-checkpoint", "x" * 300], "--mae-checkpoint x+ is not a file; give a mae.pt"),
     (["--mae-checkpoint", "empty.pt"], "--mae-checkpoint empty.pt is not a MAE checkpoint"),
+    (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-train"),
 ]
 OF_SELECTION = [
     (["--max-ratio", "0.001"], "--max-ratio 0.001 keeps no patch of 144; give at least 0.007"),
@@ -73,6 +74,7 @@ ROWS += [("spirl_mae.py", *row) for row in OF_MAE + OF_SELECTION]
 ROWS += [("spirl_baselines.py", ["--method", "mae-all", *flags], message) for flags, message in OF_MAE + OF_AGENT]
 ROWS += [("spirl_baselines.py", flags, message) for flags, message in OF_AGENT]
 ROWS += [
+    ("spirl_rainbow.py", ["--mae-checkpoint", "empty.pt", "--mae-frames", "500"], "--mae-frames is for pre-train"),
     ("spirl_mae.py", ["--coverage", "1"], "--coverage is 1.0; give a share below 1"),
     ("spirl_rainbow.py", ["--agent-heads", "5"], "--agent-dim 32 is not a multiple of --agent-heads 5"),
     ("spirl_rainbow.py", ["--padding", "ones"], "invalid choice 'ones' for argument '--padding'"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from test_script import SMALL, finished, run_here, scalars
+from test_script import LOADED, SMALL, finished, run_here, scalars
 
 import spirl_baselines as baselines
 import spirl_rainbow as spirl
@@ -169,7 +169,8 @@ def test_all_methods_begin_with_the_same_1600_steps(tmp_path, monkeypatch):
     finished(tmp_path, "mae", *small, "--eval-episodes", "1", "--total-timesteps", "125", "--method", "mae-all",
              script="spirl_baselines.py")
     flags = ["--learning-starts", 1600, "--total-timesteps", 1610, "--buffer-size", 1700, "--eval-episodes", 1]
-    from_mae, ends = [*small, *flags, "--mae-checkpoint", tmp_path / "runs/mae/mae.pt"], {}
+    from_mae = [*LOADED, "--image-size", "24", *flags, "--mae-checkpoint", tmp_path / "runs/mae/mae.pt"]
+    ends = {}
     for method in METHODS:
         own = from_mae if method == "mae-all" else [*PIXELS, *flags]
         ends[method] = run_here(tmp_path, monkeypatch, *own, "--method", method, "--run-name", method, *(

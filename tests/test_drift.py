@@ -21,8 +21,8 @@ SHARED = {
     "save_mae", "load_mae", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE", "check_agent_args",
     "encode_patches", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
     "resumed_args", "check_memory", "read_checkpoint", "package_versions", "save_checkpoint", "load_checkpoint",
-    "cpu_settings", "try_to_write", "Signals", "Messages", "one_line_for_files", "parse_args", "Curves", "sync",
-    "new_run", "lock_run", "cut_curves",
+    "cpu_settings", "try_to_write", "keep_freed_memory", "Signals", "Messages", "one_line_for_files", "parse_args",
+    "Curves", "sync", "new_run", "lock_run", "cut_curves",
     "c51_loss", "learn", "evaluate", "watch_game", "attended_patches", "draw_policy_attention", "save_video",
 }
 

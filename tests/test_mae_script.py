@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 import torch
 from test_mae import count
-from test_script import SMALL, finished, refusal, run, run_here
+from test_script import LOADED, SMALL, finished, refusal, run, run_here
 
 import spirl_mae
 import spirl_rainbow as spirl
 
 # As SMALL, but trained long enough that K differs from frame to frame.
 SIZES = SMALL[: SMALL.index("--mae-frames")] + [
-    "--mae-frames", "256", "--mae-epochs", "12", "--mae-batch-size", "32", "--mae-learning-rate", "0.016",
-    "--max-episode-frames", "600", "--threads", "1", "--device", "cpu"]
+    "--mae-frames", "256", "--max-episode-frames", "600", "--threads", "1", "--device", "cpu"]
+TRAINING = ["--mae-epochs", "12", "--mae-batch-size", "32", "--mae-learning-rate", "0.016"]
 
 
 def mae_run(folder, name, *flags):
-    done = run(folder, *SIZES, *flags, "--run-name", name, script="spirl_mae.py")
+    training = [] if "--mae-checkpoint" in flags else TRAINING
+    done = run(folder, *SIZES, *training, *flags, "--run-name", name, script="spirl_mae.py")
     assert done.returncode == 0, done.stderr[-3000:]
     path = folder / "runs" / name
     return path, json.loads((path / "results.json").read_text()), done.stdout
@@ -88,7 +89,7 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, tmp_path):
 
 
 def test_checkpoints_travel_between_the_scripts(first, tmp_path):
-    path, results = finished(tmp_path, "rainbow", *SMALL, "--total-timesteps", "130",
+    path, results = finished(tmp_path, "rainbow", *LOADED, "--total-timesteps", "130",
                              "--mae-checkpoint", first[0] / "mae.pt")
     assert results["updates"] == 10
     looked, seen, _ = mae_run(tmp_path, "looked", "--mae-checkpoint", path / "mae.pt")

@@ -35,8 +35,8 @@ PIXELS = ["--max-episode-frames", "240", "--learning-starts", "120", "--buffer-s
           "--total-timesteps", "200", "--checkpoint-frequency", "0", "--threads", "1", "--device", "cpu"]
 RUNS = {  # each script; de-rainbow-p is de-rainbow after more random steps
     "spirl": ["spirl_rainbow.py", *TINY, "--error-cache-size", "65536"],  # a small checkpoint
-    "mae": ["spirl_mae.py", *SMALL[: SMALL.index("--max-episode-frames")], "--mae-epochs", "6", "--threads", "1",
-            "--device", "cpu"],
+    "mae": ["spirl_mae.py", *SMALL[: SMALL.index("--max-episode-frames")], "--mae-epochs", "6",
+            "--threads", str(min(2, os.cpu_count())), "--device", "cpu"],
     "de-rainbow-p": ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150", *PIXELS],
     "mae-all": ["spirl_baselines.py", "--method", "mae-all", *TINY],
 }
@@ -345,6 +345,21 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, stopped, whole, monk
     with spirl.lock_run(stopped):
         message = "is a run that is going on in another process"
         assert message in refusal(tmp_path, monkeypatch, capsys, "--resume", stopped)
+
+
+def test_another_cpu_or_number_of_threads_is_a_warning(tmp_path, stopped, capsys):
+    content = torch.load(stopped / "checkpoint.pt", weights_only=True)
+    assert content["cpu_settings"]["CPU threads"] == 1  # of that run
+    args, device = spirl.Args(**{**content["args"], "resume": stopped}), torch.device("cpu")
+    assert torch.get_num_threads() == 1
+    spirl.load_checkpoint(stopped, args, device)
+    assert capsys.readouterr().err == ""
+    content["cpu_settings"] = {"CPU threads": 7, "CPU": "abacus"}
+    torch.save(content, tmp_path / "checkpoint.pt")
+    assert spirl.load_checkpoint(tmp_path, args, device)["cpu_settings"]["CPU threads"] == 7
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: CPU threads: 7 when the run stopped, 1 now; it goes on, but not bit for bit")
+    assert second.startswith("warning: CPU: abacus when the run stopped, ")
 
 
 def test_a_new_run_is_there_with_its_arguments_or_not_at_all(tmp_path, monkeypatch, capsys):

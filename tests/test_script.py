@@ -27,6 +27,8 @@ SMALL = ["--image-size", "48", "--encoder-depth", "1", "--decoder-dim", "32", "-
          "--mae-frames", "64", "--mae-epochs", "1", "--mae-batch-size", "32", "--max-episode-frames", "400",
          "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "3", "--threads", "1",
          "--device", "cpu"]
+# The same with a MAE that is there already.
+LOADED = SMALL[: SMALL.index("--mae-frames")] + SMALL[SMALL.index("--max-episode-frames") :]
 
 
 def run(folder, *flags, script="spirl_rainbow.py"):
@@ -168,7 +170,7 @@ def test_the_replay_holds_what_the_game_played(tmp_path, small_run, monkeypatch,
 
 
 def test_the_target_is_copied_and_beta_grows_to_one(tmp_path, small_run, monkeypatch):
-    flags = [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200, "--eval-episodes", 1]
+    flags = [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200, "--eval-episodes", 1]
     for frequency, copied in ((40, True), (41, False)):  # of 80 updates
         end = run_here(tmp_path, monkeypatch, *flags, "--target-update-frequency", frequency,
                        "--run-name", f"every{frequency}")
@@ -210,7 +212,7 @@ def test_the_loop_acts_learns_and_keeps_the_best(tmp_path, small_run, monkeypatc
     monkeypatch.setattr(gym, "make_vec", watched)
     hooks = [register_module_forward_hook(passed), register_optimizer_step_post_hook(stepped)]
     try:
-        run_here(tmp_path, monkeypatch, *SMALL, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200,
+        run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200,
                  "--train-frequency", 4, "--eval-frequency", 40, "--run-name", "watched")
     finally:
         for hook in hooks:
@@ -236,10 +238,11 @@ def test_every_padding_and_pooling_and_both_settings(tmp_path, small_run):
     setting's: each padding and each pooling on both."""
     runs = {}
     for number, (padding, pooling) in enumerate(itertools.product(("zero", "token", "mask"), ("cls", "mean"))):
-        own = [["--mae-checkpoint", small_run[1] / "mae.pt"], ["--env-id", "ALE/MsPacman-v5", "--train-frequency", "4",
-                                                               "--eval-frequency", "80"]][(number + number // 2) % 2]
-        runs[f"{padding}-{pooling}"] = [*SMALL, "--padding", padding, "--pooling", pooling, "--total-timesteps", "160",
-                                        "--max-episode-frames", "300", "--eval-episodes", "2", *own]
+        own = [[*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt"],
+               [*SMALL, "--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "80"]]
+        own = own[(number + number // 2) % 2]
+        runs[f"{padding}-{pooling}"] = [*own, "--padding", padding, "--pooling", pooling, "--total-timesteps", "160",
+                                        "--max-episode-frames", "300", "--eval-episodes", "2"]
     with ThreadPoolExecutor(2) as pool:  # two runs at once, of one thread each
         done = dict(zip(runs, pool.map(lambda name: finished(tmp_path, name, *runs[name]), runs)))
     first = torch.load(small_run[1] / "mae.pt", weights_only=True)["model"]
@@ -275,7 +278,7 @@ def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(
 def test_compiled_runs_are_the_same_up_to_rounding(tmp_path, small_run, monkeypatch):
     """Both scripts at once; the update is compiled once, without a break, and never again."""
     monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_breaks,graph_code")
-    flags = {"spirl_rainbow.py": [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt"],
+    flags = {"spirl_rainbow.py": [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt"],
              "spirl_baselines.py": SMALL[SMALL.index("--max-episode-frames") :]}
     with ThreadPoolExecutor(2) as pool:
         for more in ([], ["--compile"]):
@@ -300,8 +303,8 @@ def test_compiled_runs_are_the_same_up_to_rounding(tmp_path, small_run, monkeypa
 
 
 def test_evaluating_does_not_change_training(tmp_path, small_run):
-    flags = [*SMALL, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", "230", "--learning-starts", "30",
-             "--max-episode-frames", "300", "--eval-episodes", "2"]
+    flags = [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", "230",
+             "--learning-starts", "30", "--max-episode-frames", "300", "--eval-episodes", "2"]
     with ThreadPoolExecutor(2) as pool:
         more = {"once": [], "several": ["--eval-frequency", "60"]}
         runs = pool.map(lambda name: finished(tmp_path, name, *flags, *more[name]), more)

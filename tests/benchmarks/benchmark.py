@@ -375,6 +375,7 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     device = spirl.pick_device(args.device)
     torch.set_num_threads(args.threads)
+    spirl.keep_freed_memory()
     print(f"torch {torch.__version__}, device {device}, {args.threads} threads, float32 matrix products at "
           f"{matrix_rate(device):.0f} GFLOP/s")
     for section in args.only:
