@@ -184,7 +184,7 @@ def check_common_args(args):
             fail(f"{flag} is {value}; give a share of at most 1")
         if name == "coverage" and value == 1:
             fail(f"{flag} is {value}; give a share below 1, for mr* keeps more than that share of the frames whole")
-    if args.threads > os.cpu_count():
+    if args.threads > os.cpu_count() and args.resume is None:
         fail(f"--threads is {args.threads}; give at most the machine's {os.cpu_count()} CPUs")
     games = {name.lower(): name for name, spec in gym.registry.items()
              if name.startswith("ALE/") and spec.entry_point == "ale_py.env:AtariEnv"}
@@ -575,12 +575,11 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
             value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
             if not math.isfinite(value + norm):
                 masks.set_state(mask_state)
-                try:
-                    if pause:
+                if pause:
+                    with contextlib.suppress(SystemExit):  # of a signal that waits
                         pause(state, due=True)
-                finally:  # also where a signal waits
-                    sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
-                             "it is not taken; start anew with a smaller --mae-learning-rate")
+                sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
+                         "it is not taken; start anew with a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -1165,7 +1164,7 @@ def save_checkpoint(run_dir, curves, files, content):
         curves.flush()  # to a new file where the folder is gone
         for name, write in files.items():
             if not (run_dir / name).exists():
-                print(f"warning: {run_dir / name} is gone; it is written again", file=sys.stderr)
+                print(f"warning: {run_dir / name} is not there; it is written again", file=sys.stderr)
                 write()
         events = {}
         for path in run_dir.glob("events.*"):
@@ -1244,11 +1243,11 @@ def load_checkpoint(run_dir, args, device):
         if there.get(name) != value:
             fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
                  f"with what started it")
+    then = content["cpu_settings"] if isinstance(content.get("cpu_settings"), dict) else {}
     for name, value in cpu_settings().items():
-        then = content.get("cpu_settings", {}).get(name)
-        if then != value:
-            print(f"warning: {name}: {then} when the run stopped, {value} now; it goes on, but not bit for bit as it "
-                  "would have", file=sys.stderr)
+        if device.type == "cpu" and then.get(name) != value:
+            print(f"warning: {name}: {then.get(name)} when the run stopped, {value} now; it goes on, but not bit for "
+                  "bit as it would have", file=sys.stderr)
     return content
 
 
@@ -1336,7 +1335,8 @@ def load_mae(path, mae, args):
         sizes = dict(content.get("sizes", {}))
         salient_counts = content.get("salient_counts")
         if salient_counts is not None:
-            salient_counts = {"counts": salient_counts["counts"], "lorenz_slope": salient_counts["lorenz_slope"]}
+            salient_counts = {"counts": salient_counts["counts"].clone(),  # the file may change
+                              "lorenz_slope": salient_counts["lorenz_slope"]}
     except Exception as error:  # a damaged or foreign file can fail in any way
         reason = (str(error) or type(error).__name__).splitlines()[0]
         fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({reason}); give a mae.pt")
@@ -1361,7 +1361,8 @@ def keep_freed_memory():
     """Have glibc (Linux's C library) keep the memory that is freed, for the next step.
 
     By default it gives large pieces back to the system, and each step waits until they have come again, page by page:
-    more than a third of the time of DE-Rainbow's update, a sixth of the error map's. Elsewhere this does nothing.
+    more than a third of the time of DE-Rainbow's update, a sixth of the error map's. It keeps up to 1 GiB that is free.
+    Elsewhere this does nothing.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -1426,9 +1427,9 @@ if __name__ == "__main__":
     frames, held_out = frames[:num_frames], frames[num_frames:]
 
     losses = checkpoint.get("losses", {"mae/loss": [], "mae/held_out_loss": []})  # (step, loss)
+    if args.resume:
+        cut_curves(run_dir, checkpoint.get("events", {}))
     if not args.mae_checkpoint:
-        if args.resume:
-            cut_curves(run_dir, checkpoint.get("events", {}))
         curves = Curves(run_dir)
 
         def log(name, value, step):
@@ -1459,7 +1460,11 @@ if __name__ == "__main__":
     error_map = ErrorMapCache(mae, args.error_cache_size)
     with clock("count salient patches"):
         counts = count_salient_patches(error_map, frames, args.lorenz_slope, device)
-    save_mae(run_dir / "mae.pt", mae, args, {"counts": counts, "lorenz_slope": args.lorenz_slope})
+
+    def save_counted():
+        save_mae(run_dir / "mae.pt", mae, args, {"counts": counts, "lorenz_slope": args.lorenz_slope})
+
+    try_to_write(save_counted)
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio if args.max_ratio is not None else PAPER_MAX_RATIO.get(args.env_id, ideal)
     kept_whole = {percent: (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
@@ -1496,6 +1501,7 @@ if __name__ == "__main__":
         "device": str(device), "threads": torch.get_num_threads(),
         "versions": package_versions(),
     }
+    save_counted()  # again, if it could not be written before
     write_json(run_dir / "results.json", results)
     signals.run_dir = None  # there is nothing left to go on with
     (run_dir / "checkpoint.pt").unlink(missing_ok=True)

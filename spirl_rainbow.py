@@ -256,7 +256,7 @@ def check_common_args(args):
             fail(f"{flag} is {value}; give a share of at most 1")
         if name == "coverage" and value == 1:
             fail(f"{flag} is {value}; give a share below 1, for mr* keeps more than that share of the frames whole")
-    if args.threads > os.cpu_count():
+    if args.threads > os.cpu_count() and args.resume is None:
         fail(f"--threads is {args.threads}; give at most the machine's {os.cpu_count()} CPUs")
     games = {name.lower(): name for name, spec in gym.registry.items()
              if name.startswith("ALE/") and spec.entry_point == "ale_py.env:AtariEnv"}
@@ -309,9 +309,9 @@ def check_agent_args(args):
     if args.learning_starts >= args.total_timesteps:
         fail(f"--learning-starts {args.learning_starts} is not before the end; give less than "
              f"--total-timesteps {args.total_timesteps}")
-    if args.total_timesteps // args.train_frequency == args.learning_starts // args.train_frequency:
-        fail(f"--train-frequency {args.train_frequency} leaves no update between --learning-starts "
-             f"{args.learning_starts} and --total-timesteps {args.total_timesteps}; give a smaller one")
+    if args.train_frequency > args.total_timesteps - args.learning_starts:
+        fail(f"--train-frequency {args.train_frequency} is more than the steps from --learning-starts to "
+             f"--total-timesteps, {args.total_timesteps - args.learning_starts}; give at most that")
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} is too small; give at least --batch-size + --n-step + --frame-stack "
              f"= {args.batch_size + args.n_step + args.frame_stack}")
@@ -681,12 +681,11 @@ def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=N
             value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
             if not math.isfinite(value + norm):
                 masks.set_state(mask_state)
-                try:
-                    if pause:
+                if pause:
+                    with contextlib.suppress(SystemExit):  # of a signal that waits
                         pause(state, due=True)
-                finally:  # also where a signal waits
-                    sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
-                             "it is not taken; start anew with a smaller --mae-learning-rate")
+                sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
+                         "it is not taken; start anew with a smaller --mae-learning-rate")
             optimizer.step()
             step += 1
             log("mae/loss", value, step)
@@ -1542,7 +1541,7 @@ def save_checkpoint(run_dir, curves, files, content):
         curves.flush()  # to a new file where the folder is gone
         for name, write in files.items():
             if not (run_dir / name).exists():
-                print(f"warning: {run_dir / name} is gone; it is written again", file=sys.stderr)
+                print(f"warning: {run_dir / name} is not there; it is written again", file=sys.stderr)
                 write()
         events = {}
         for path in run_dir.glob("events.*"):
@@ -1621,11 +1620,11 @@ def load_checkpoint(run_dir, args, device):
         if there.get(name) != value:
             fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
                  f"with what started it")
+    then = content["cpu_settings"] if isinstance(content.get("cpu_settings"), dict) else {}
     for name, value in cpu_settings().items():
-        then = content.get("cpu_settings", {}).get(name)
-        if then != value:
-            print(f"warning: {name}: {then} when the run stopped, {value} now; it goes on, but not bit for bit as it "
-                  "would have", file=sys.stderr)
+        if device.type == "cpu" and then.get(name) != value:
+            print(f"warning: {name}: {then.get(name)} when the run stopped, {value} now; it goes on, but not bit for "
+                  "bit as it would have", file=sys.stderr)
     return content
 
 
@@ -1713,7 +1712,8 @@ def load_mae(path, mae, args):
         sizes = dict(content.get("sizes", {}))
         salient_counts = content.get("salient_counts")
         if salient_counts is not None:
-            salient_counts = {"counts": salient_counts["counts"], "lorenz_slope": salient_counts["lorenz_slope"]}
+            salient_counts = {"counts": salient_counts["counts"].clone(),  # the file may change
+                              "lorenz_slope": salient_counts["lorenz_slope"]}
     except Exception as error:  # a damaged or foreign file can fail in any way
         reason = (str(error) or type(error).__name__).splitlines()[0]
         fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({reason}); give a mae.pt")
@@ -1738,7 +1738,8 @@ def keep_freed_memory():
     """Have glibc (Linux's C library) keep the memory that is freed, for the next step.
 
     By default it gives large pieces back to the system, and each step waits until they have come again, page by page:
-    more than a third of the time of DE-Rainbow's update, a sixth of the error map's. Elsewhere this does nothing.
+    more than a third of the time of DE-Rainbow's update, a sixth of the error map's. It keeps up to 1 GiB that is free.
+    Elsewhere this does nothing.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -2056,11 +2057,10 @@ if __name__ == "__main__":
             logged_at += time.perf_counter() - paused_at  # steps a second are training's
     if skipped:
         updates -= 1
-        try:
+        with contextlib.suppress(SystemExit):  # of a signal that waits
             pause("training", training_state, due=True)
-        finally:  # also where a signal waits
-            sys.exit(f"error: the loss or its gradient is not finite at step {step}, so that update is not taken; "
-                     "start anew with a smaller --learning-rate, or --resume without it")
+        sys.exit(f"error: the loss or its gradient is not finite at step {step}, so that update is not taken; start "
+                 "anew with a smaller --learning-rate, or --resume without it")
     envs.close()
     curves.flush()
 
@@ -2069,9 +2069,9 @@ if __name__ == "__main__":
     reported = max(evaluations, key=lambda e: np.median(e["scores"])) if args.eval_frequency else evaluations[-1]
     scores = reported["scores"]
     measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes, on macOS
-    if Path("/proc/self/status").exists():  # on Linux that would include the process that started this one
-        host = 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
+    with contextlib.suppress(OSError, StopIteration):  # on Linux that includes the process that started this one
+        host = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
     on_device = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
     online.load_state_dict(best_weights)
     agent = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": reported["step"],

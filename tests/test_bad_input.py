@@ -64,7 +64,7 @@ OF_AGENT = [
     (["--buffer-size", "30"], "--buffer-size 30 is too small; give at least --batch-size"),
     (["--buffer-size", "2000000000"], "--buffer-size is too large: .* GB free; give a smaller --buffer-size"),
     (["--total-timesteps", "5000", "--train-frequency", "5001"],
-     "--train-frequency 5001 leaves no update between --learning-starts 1600 and --total-timesteps 5000; give"),
+     "--train-frequency 5001 is more than the steps from --learning-starts to --total-timesteps, 3400; give"),
     (["--v-min", "10"], "--v-min 10.0 is not below --v-max 10.0"),
     (["--num-atoms", "1"], "--num-atoms 1 cannot hold a distribution; give at least 2"),
 ]

@@ -1,6 +1,7 @@
 """What only a GPU can show; skipped where there is none."""
 
 import copy
+import re
 import signal
 
 import pytest
@@ -52,14 +53,14 @@ def test_the_compiled_update_is_the_plain_one():
     ("spirl_baselines.py", SMALL[SMALL.index("--max-episode-frames"):]),
 ])
 def test_a_run_stops_goes_on_and_ends(tmp_path, script, flags):
-    flags = [*flags, "--device", DEVICE, "--total-timesteps", "330", "--eval-frequency", "300"]
+    flags = [*flags, "--device", DEVICE, "--total-timesteps", "630", "--eval-frequency", "600"]
     process = start(tmp_path, script, *flags, "--run-name", "run")
     wait_for(process, "(?<!pre-)training: .*2[0-9][0-9]/")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM and (tmp_path / "runs/run/checkpoint.pt").exists(), err
     done = run(tmp_path, "--resume", "runs/run", script=script)
-    assert done.returncode == 0 and "going on from step 2" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0 and re.search("going on from step [2-5][0-9][0-9]", done.stdout), done.stderr[-3000:]
     assert (tmp_path / "runs/run/results.json").exists()
 
 

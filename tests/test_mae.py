@@ -3,6 +3,7 @@
 import argparse
 import copy
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -284,6 +285,10 @@ def test_pretraining_stops_at_what_is_not_finite(random_play):
         spirl.pretrain_mae(args, mae, frames, frames[:64], torch.device("cpu"), lambda *scalar: None,
                            pause=lambda state, due: asked.append((state()["step"], due)))
     assert asked[-1][1] and asked[-1][0] == asked[-2][0]
+    with pytest.raises(SystemExit, match="step 1 is not finite"):  # a signal that waits does not hide it
+        mae.load_state_dict({name: value * math.nan for name, value in mae.state_dict().items()})
+        spirl.pretrain_mae(args, mae, frames, frames[:64], torch.device("cpu"), lambda *scalar: None,
+                           pause=lambda state, due: sys.exit(143))
     mae = spirl.MaskedAutoencoder()
     with torch.no_grad():
         mae.decoder_pred.weight.fill_(3e19)  # the loss is finite, its gradient overflows

@@ -143,6 +143,23 @@ def test_slots_without_priority_are_never_sampled():
     assert sorted(set(drawn.tolist())) == list(range(7, 15))
 
 
+def test_an_empty_slot_that_is_drawn_counts_for_nothing_and_stays_empty(monkeypatch):
+    """Sums round otherwise on a GPU and may draw one: here the search is made to."""
+    replay = spirl.Replay(40, (3, 2), torch.float32, "cpu", F, N, GAMMA)
+    play(replay, 30, 3)
+    empty = int((replay.priorities == 0).nonzero()[-1])
+    search = torch.searchsorted
+    monkeypatch.setattr(torch, "searchsorted", lambda mass, at, **more: search(mass, at, **more).index_fill(
+        0, torch.tensor([2]), empty))
+    slots, weights = replay.sample(8, 0.5, torch.Generator().manual_seed(0))
+    assert slots[2] == empty and weights[2] == 0 and weights.max() == 1
+    before = replay.largest.clone()
+    replay.set_priorities(slots[2:3], torch.tensor([1e9]))
+    assert replay.priorities[empty] == 0 and replay.largest == before
+    replay.set_priorities(slots[:1], torch.tensor([1e9]))
+    assert replay.priorities[slots[0]] == 1e9**0.5 == replay.largest
+
+
 def test_new_slots_get_the_largest_priority_so_far():
     replay = filled([0.2, 9.0, 0.3])
     replay.complete(0, 0.0, False)
