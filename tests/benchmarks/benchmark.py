@@ -361,7 +361,8 @@ def threads(args, device):
         flags = ["--mae-checkpoint", saved_mae(args, folder, device)]
 
         def rate(results):
-            return results["steps"] / sum(s for phase, s in results["seconds"].items() if phase != "evaluate")
+            spent = sum(s for phase, s in results["seconds"].items() if phase not in ("evaluate", "checkpoint"))
+            return results["steps"] / spent
 
         alone = rate(finish_run(start_run(folder, args, "spirl_rainbow.py", *flags, threads=2)))
         pair = [start_run(folder, args, "spirl_rainbow.py", *flags, "--seed", seed, threads=1) for seed in (1, 2)]
