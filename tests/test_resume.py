@@ -104,9 +104,9 @@ def test_killed_at_any_instant(tmp_path, whole, request):
                 ("checkpoint.pt", rng.uniform(i - 1, i) / (kills - 1) * after_the_first) for i in range(kills)]
     print(f"seed {seed}: kills after", [f"{instant:.1f} s since {file}" for file, instant in instants])
 
-    def kill(folder, process, file, instant):
-        """Kill it; what it had reached is what its checkpoint, always a sound one, is of."""
-        while process.poll() is None and not (folder / file).exists():
+    def kill(folder, process, begun, instant):
+        """Kill it so long after `begun()`; what it had reached is what its checkpoint, always a sound one, is of."""
+        while process.poll() is None and not begun():
             time.sleep(0.01)
         time.sleep(instant)
         process.send_signal(signal.SIGKILL)
@@ -121,10 +121,13 @@ def test_killed_at_any_instant(tmp_path, whole, request):
     def survive(number, sooner=1.0):
         file, instant = instants[number]
         folder = tmp_path / "runs" / f"kill{number}"
-        told = [kill(folder, start(tmp_path, *RUNS["spirl"], "--run-name", folder.name), file, sooner * instant)]
+        process = start(tmp_path, *RUNS["spirl"], "--run-name", folder.name)
+        told = [kill(folder, process, (folder / file).exists, sooner * instant)]
         if number % 2 and not (folder / "results.json").exists():
-            told.append(kill(folder, start(tmp_path, RUNS["spirl"][0], "--resume", folder), "args.json",
-                             sooner * random.Random(seed + number).uniform(2, 2 + all_of_it / 3)))
+            events = set(folder.glob("events.*"))
+            process = start(tmp_path, RUNS["spirl"][0], "--resume", folder)  # it begins a new file of curves
+            told.append(kill(folder, process, lambda: set(folder.glob("events.*")) - events,
+                             sooner * random.Random(seed + number).uniform(0, after_the_first / 2)))
         if (folder / "results.json").exists():  # this one was faster than the first: once more, a little earlier
             shutil.rmtree(folder)
             return survive(number, 0.9 * sooner)
