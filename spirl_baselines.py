@@ -1484,8 +1484,8 @@ def keep_freed_memory():
     """Have glibc (Linux's C library) keep the memory that is freed, for the next step.
 
     By default it gives large pieces back to the system, and each step waits until they have come again, page by page:
-    more than a third of the time of DE-Rainbow's update, a sixth of the error map's. It keeps up to 1 GiB that is free.
-    Elsewhere this does nothing.
+    some three tenths of the time of DE-Rainbow's update, a ninth of the error map's. It keeps up to 1 GiB that is
+    free. Elsewhere this does nothing.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
