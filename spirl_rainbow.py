@@ -1,214 +1,122 @@
 """SPIRL: learn to play an Atari game in 100,000 steps by looking only at its salient patches.
 
-Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023.
-
-A masked auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it cannot rebuild from the
-patches around it is salient. The frozen encoder embeds the salient patches of each frame, a one-layer Transformer
-pools them, and Data-Efficient Rainbow decides what to do (Fig. 5).
+Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023: a masked
+auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it cannot rebuild from the patches around
+it is salient. The frozen encoder embeds the salient patches of each frame, a one-layer Transformer pools them, and
+Data-Efficient Rainbow decides what to do (Fig. 5).
 
     python spirl_rainbow.py                                                     # the paper's 100K run on Frostbite
     python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint mae.pt    # another game, pre-trained before
     python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
 
-Contents, in reading order:
-    1. Arguments      Args, parse_args, check_common_args, check_agent_args, check_args, resumed_args, pick_device,
-                      check_memory, check_compiler
-    2. Environment    make_envs, game_seeds
-    3. Model          MaskedAutoencoder, collect_random_frames, pretrain_mae
-    4. Selection      reconstruction_error_map, ErrorMapCache, select_salient_patches, encode_patches, ideal_max_ratio
-    5. Replay         Replay
-    6. Agent          NoisyLinear, SalientPatchTransformer, RainbowNetwork, project_distribution, c51_loss, learn
-    7. Evaluation     evaluate, watch_game, attended_patches, draw_policy_attention, save_video
-    8. Files          sync, write_whole, read_checkpoint, Curves, save_checkpoint, new_run, lock_run, load_checkpoint,
-                      Signals, save_mae, load_mae
-    9. Main           keep_freed_memory, count_salient_patches, look_at_patches
-
-The paper is in sections 2 to 7 and 9; 1 and 8 only keep a run safe, and can be skipped at first.
-
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
-p pixels a patch's side, D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E environments,
-K patches that the encoder sees, M neighbourhoods. (In code F is torch.nn.functional; in frames' shapes H and W are
-pixels.)
+p pixels a patch's side, D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E games,
+K patches that the encoder sees, M neighbourhoods. (In code F is torch.nn.functional; of frames H and W are pixels.)
 """
 
 import argparse
-import atexit
-import contextlib
-import copy
 import ctypes
 import difflib
-import fcntl
-import io
 import json
 import math
 import os
-import platform
-import re
-import resource
-import shutil
-import signal
 import sys
-import threading
 import time
-import zipfile
-from collections import defaultdict, deque
+from collections import ChainMap, OrderedDict
 from dataclasses import dataclass, fields
+from functools import partial
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args
+from types import SimpleNamespace
+from typing import Literal
 
 import ale_py
 import gymnasium as gym
-import matplotlib
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-matplotlib.use("Agg")  # figures go to files: no screen is needed
-import matplotlib.pyplot as plt
-from matplotlib.animation import PillowWriter
-
 gym.register_envs(ale_py)
-
 
 # ------------------------------------------------------------------------------------------------------ 1. Arguments
 
-
 @dataclass
 class Args:
-    """The command line: each field is a flag, and its docstring the flag's help."""
+    """The command line: each field is a flag, and the comment beside or above it the flag's help."""
 
-    env_id: str = "ALE/Frostbite-v5"
-    """the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone"""
-    seed: int = 1
-    """seed of every random stream: weights, masks, collection, training, noise, evaluation"""
-    device: str = "auto"
-    """auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; a named device that is absent is an error"""
-    threads: int = 0
-    """CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine"""
-    run_name: str = ""
-    """name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})"""
-    checkpoint_frequency: int = 10_000
-    """training steps between two checkpoints (ours); pre-training has one every epoch; 0: only where a signal stops the
-    run, after pre-training and before an evaluation"""
-    resume: Path | None = None
-    """folder of an unfinished run to go on with; the run's own arguments hold, so no other flag may stand beside it"""
-    compile: bool = False
-    """torch.compile the update, with CUDA graphs on a GPU: the same results up to rounding after a minute of compiling;
-    it needs a C++ compiler (on a CPU) or Triton (on a GPU)"""
-    capture_video: bool = False
-    """save a game of the reported policy (its first 1,000 steps), what it looks at marked, as videos/*.gif"""
+    env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
+    seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
+    device: str = "auto"  # auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; an absent one is an error
+    threads: int = 0  # CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine
+    run_name: str = ""  # name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})
+    checkpoint_frequency: int = 10_000  # steps between checkpoints, beside one before each evaluation; 0: only those
+    resume: str | None = None  # folder of an unfinished run to go on with, with its own arguments: give no other flag
+    compile: bool = False  # torch.compile the update: the same up to rounding; needs a C++ compiler (on a GPU Triton)
+    capture_video: bool = False  # save the reported evaluation's first game (1,000 steps of it) as videos/policy.gif
 
-    # The masked auto-encoder and its pre-training
-    mae_checkpoint: Path | None = None
-    """a mae.pt of the same game and sizes, in place of pre-training one"""
-    mae_frames: int | None = None
-    """frames of random play (the default is Table 6's: 5,000 for Frostbite, 50,000 for any other game)"""
-    mae_epochs: int = 50
-    """passes over those frames (Table 5); a tenth of them warms the learning rate up (Table 5: 5 of 50)"""
-    mae_batch_size: int = 64
-    """frames a pre-training step (Table 5)"""
-    mae_learning_rate: float = 1e-3
-    """base learning rate; the one used is this * mae_batch_size / 256 (Table 5)"""
-    mae_weight_decay: float = 0.05
-    """AdamW's weight decay on everything but biases and LayerNorm (Table 5)"""
-    mae_mask_ratio: float = 0.75
-    """share of the patches hidden from the encoder in pre-training (Table 5)"""
-    image_size: int = 96
-    """side of the square RGB frames, in pixels (Table 4)"""
-    patch_size: int = 8
-    """side of a patch, in pixels (Table 4)"""
-    encoder_dim: int = 64
-    """width of the encoder and of a patch's embedding (Table 4)"""
-    encoder_depth: int = 3
-    """Transformer layers of the encoder (Table 4)"""
-    encoder_heads: int = 4
-    """attention heads of the encoder (Table 4)"""
-    decoder_dim: int = 128
-    """width of the decoder (Table 4)"""
-    decoder_depth: int = 3
-    """Transformer layers of the decoder (Table 4)"""
-    decoder_heads: int = 8
-    """attention heads of the decoder (Table 4)"""
+    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
+    mae_frames: int | None = None  # frames of random play (default: Table 6's, 5,000 for Frostbite, 50,000 for others)
+    mae_epochs: int = 50  # passes over those frames, the first tenth of them to warm the learning rate up (Table 5)
+    mae_batch_size: int = 64  # frames a pre-training step (Table 5)
+    mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
+    mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
+    mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
+    image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
+    patch_size: int = 8  # side of a patch, in pixels (Table 4)
+    encoder_dim: int = 64  # width of the encoder and of a patch's embedding (Table 4)
+    encoder_depth: int = 3  # Transformer layers of the encoder (Table 4)
+    encoder_heads: int = 4  # attention heads of the encoder (Table 4)
+    decoder_dim: int = 128  # width of the decoder (Table 4)
+    decoder_depth: int = 3  # Transformer layers of the decoder (Table 4)
+    decoder_heads: int = 8  # attention heads of the decoder (Table 4)
 
-    # Salient patch selection
+    # dynamic: as many patches as the frame's Lorenz curve asks for, up to the maximum; fixed: always the maximum
     selection: Literal["dynamic", "fixed"] = "dynamic"
-    """dynamic: as many patches as the frame's Lorenz curve asks for, up to the maximum; fixed: always the maximum"""
+    # most patches kept, as a share of all (default: Table 13's for the paper's four games, mr* for any other)
     max_ratio: float | None = None
-    """most patches kept, as a share of all (Table 13: Frostbite 0.35, MsPacman 0.30, Seaquest 0.20, BattleZone 0.30;
-    the default, and mr* of the pre-training frames for any other game)"""
+    # slope of the Lorenz curve where dynamic-K cuts it (fixed K ignores it); the paper's 45 degrees are a slope of 1,
+    # but the authors' code divides the curve's rise over two patches by one patch's step, which makes it 0.5
     lorenz_slope: float = 0.5
-    """slope of the Lorenz curve where dynamic-K cuts it. The paper's 45 degrees would be 1. The authors' code divides
-    the curve's rise over two patches by one patch's step, which makes it 0.5. With our MAEs 0.5 keeps more patches than
-    the paper, and 1 comes nearer to it: see the README"""
-    error_cache_size: int = 2**22
-    """patch errors remembered (ours: 55 MB; a 100K run meets some millions); when full, the oldest are replaced"""
+    error_cache_size: int = 2**22  # patch errors remembered (ours: some 130 bytes each; a 100K run meets some millions)
 
-    # The agent
+    # what stands for patches that were not selected (Table 14): zeros, a trainable [pad], or nothing (masked out)
     padding: Literal["zero", "token", "mask"] = "zero"
-    """what stands in the places of patches that were not selected (Table 14): zeros, a trainable [pad] token, or
-    nothing at all (their attention weight is 0)"""
+    # how patches become one vector a frame (Table 15): a trainable [cls] token's row, or the mean over the patches
     pooling: Literal["cls", "mean"] = "cls"
-    """how patches become one vector a frame (Table 15): a trainable [cls] token's row, or the mean over the patches"""
-    agent_dim: int = 32
-    """width that a patch's embedding is projected to (Table 13)"""
-    agent_heads: int = 8
-    """attention heads of the agent's single Transformer layer (Table 13)"""
-    frame_stack: int = 4
-    """latest frames that the agent sees at once (Table 9)"""
-    hidden_size: int = 256
-    """hidden units of the value and of the advantage stream (Table 10)"""
-    num_atoms: int = 51
-    """atoms of the return distribution (Rainbow, Hessel et al. 2018, Table 1)"""
-    v_min: float = -10.0
-    """smallest return of the distribution (Rainbow, Table 1)"""
-    v_max: float = 10.0
-    """largest return of the distribution (Rainbow, Table 1)"""
-    noisy_std: float = 0.5
-    """sigma_0 of the noisy layers (Rainbow, Table 1)"""
+    agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
+    agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
+    frame_stack: int = 4  # latest frames that the agent sees at once (Table 9)
+    hidden_size: int = 256  # hidden units of the value and of the advantage stream (Table 10)
+    num_atoms: int = 51  # atoms of the return distribution (Rainbow, Hessel et al. 2018, Table 1)
+    v_min: float = -10.0  # smallest return of the distribution (Rainbow, Table 1)
+    v_max: float = 10.0  # largest return of the distribution (Rainbow, Table 1)
+    noisy_std: float = 0.5  # sigma_0 of the noisy layers (Rainbow, Table 1)
 
-    # Training
-    total_timesteps: int = 100_000
-    """agent steps, of four game frames each (Table 12: 100K; Table 10: 400K)"""
-    learning_starts: int = 1600
-    """uniformly random steps before the first update (Table 10)"""
-    train_frequency: int = 1
-    """steps an update, once learning has started (Table 10: 1 in the 100K setting, so 98,400 updates; 4 in the 400K
-    setting)"""
-    buffer_size: int = 100_000
-    """frames in the replay (Table 10: 100K or 400K)"""
-    batch_size: int = 32
-    """transitions an update (Rainbow: 32)"""
-    n_step: int = 20
-    """steps of a multi-step return (Table 10)"""
-    gamma: float = 0.99
-    """discount a step (Rainbow: 0.99)"""
-    learning_rate: float = 1e-4
-    """Adam's learning rate (Table 10)"""
-    adam_eps: float = 1.5e-4
-    """Adam's epsilon (Rainbow, Table 1)"""
-    max_grad_norm: float = 10.0
-    """the gradient's norm is clipped to this (data-efficient Rainbow)"""
-    target_update_frequency: int = 2000
-    """updates between two copies of the online network into the target network (data-efficient Rainbow)"""
-    priority_exponent: float = 0.5
-    """alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)"""
-    priority_weight: float = 0.4
-    """beta at the first update; it grows linearly to 1 at the last step (Rainbow, Table 1; Table 10)"""
-    max_episode_frames: int = 108_000
-    """game frames after which a game is cut off; its last state still has a value (Table 9)"""
+    total_timesteps: int = 100_000  # agent steps, of four game frames each (Table 12: 100K; Table 10: 400K)
+    learning_starts: int = 1600  # uniformly random steps before the first update (Table 10)
+    train_frequency: int = 1  # steps an update (Table 10: 1 in the 100K setting, so 98,400 updates; 4 in the 400K one)
+    buffer_size: int = 100_000  # frames in the replay (Table 10: 100K or 400K)
+    batch_size: int = 32  # transitions an update (Rainbow: 32)
+    n_step: int = 20  # steps of a multi-step return (Table 10)
+    gamma: float = 0.99  # discount a step (Rainbow: 0.99)
+    learning_rate: float = 1e-4  # Adam's learning rate (Table 10)
+    adam_eps: float = 1.5e-4  # Adam's epsilon (Rainbow, Table 1)
+    max_grad_norm: float = 10.0  # the gradient's norm is clipped to this (data-efficient Rainbow)
+    target_update_frequency: int = 2000  # updates between copies into the target network (data-efficient Rainbow)
+    priority_exponent: float = 0.5  # alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)
+    priority_weight: float = 0.4  # beta at the first update; it grows linearly to 1 at the end (Rainbow, Table 1)
+    max_episode_frames: int = 108_000  # game frames after which a game is cut off; its last state has a value (Table 9)
 
-    # Evaluation
-    eval_episodes: int = 50
-    """games of an evaluation, each with a seed of its own (Appendix B.3)"""
-    eval_frequency: int = 0
-    """steps between evaluations, the best median being reported (the 400K setting: 50,000); 0: one, at the end"""
-    eval_epsilon: float = 0.001
-    """share of random actions in evaluation (Rainbow)"""
+    eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
+    eval_frequency: int = 0  # steps between evaluations, of which the best median is reported (400K: 50,000); 0: one
+    eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
 def fail(message):
@@ -218,181 +126,69 @@ def fail(message):
 
 
 def parse_args():
-    """The command line as Args, or those of the run that --resume names. tyro's boxes of errors become one line."""
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        text = " ".join(line.strip("│|+ ") for line in box.getvalue().splitlines()[1:-1])  # within the frame
-        fail("; ".join(part.strip() for part in re.split("[─-]{5,}", text) if part.strip()))  # rules part it
-    return resumed_args(args)
+    """The command line as Args; with --resume, the arguments of the run that it names."""
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    if args.resume is None:
+        return args
+    if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
+        fail("--resume stands alone, for the run's own arguments hold; leave the other flags out")
+    path = Path(args.resume, "args.json")
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    if stored.keys() != vars(args).keys() or path.with_name("results.json").exists():
+        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
+    return Args(**{**stored, "resume": args.resume})
 
 
-def check_common_args(args):
-    """Stop with one clear line if an argument that the scripts share cannot work."""
-    counts = ("seed", "checkpoint_frequency", "mae_frames", "mae_epochs", "error_cache_size", "total_timesteps",
-              "learning_starts", "train_frequency", "buffer_size", "target_update_frequency", "max_episode_frames",
-              "eval_frequency")  # of steps, frames, entries; other integers are sizes
-    for name, value in vars(args).items():  # what holds for a field holds for all fields of its kind
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if not math.isfinite(value):
-            fail(f"{flag} is {value}; give a finite number")
-        may_be_zero = name in ("seed", "threads", "checkpoint_frequency", "learning_starts", "eval_frequency",
-                               "eval_epsilon", "gamma", "mae_weight_decay", "noisy_std", "priority_exponent",
-                               "priority_weight")
-        if name not in ("v_min", "v_max") and (value < 0 or value == 0 and not may_be_zero):
-            fail(f"{flag} is {value}; give a number {'of at least' if may_be_zero else 'above'} 0")
-        bits = 31 if name in counts or isinstance(value, float) else 12
-        if abs(value) >= 2**bits:
-            fail(f"{flag} is {value}; give a number below 2**{bits}")
-        shares = ("gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight",
-                  "eval_epsilon")  # not each script has each of them
-        if name in shares and value > 1:
-            fail(f"{flag} is {value}; give a share of at most 1")
-        if name == "coverage" and value == 1:
-            fail(f"{flag} is {value}; give a share below 1, for mr* keeps more than that share of the frames whole")
-    if args.threads > os.cpu_count() and args.resume is None:
-        fail(f"--threads is {args.threads}; give at most the machine's {os.cpu_count()} CPUs")
-    games = {name.lower(): name for name, spec in gym.registry.items()
-             if name.startswith("ALE/") and spec.entry_point == "ale_py.env:AtariEnv"}
-    if args.env_id not in games.values():
-        wanted = args.env_id.lower() if args.env_id.lower().startswith("ale/") else f"ale/{args.env_id.lower()}"
-        close = [games[name] for name in difflib.get_close_matches(wanted, games, n=3, cutoff=0.0)]
+def check_each(args):
+    """Stop with one line if an argument cannot work whatever the others are."""
+    shares = "mae_mask_ratio max_ratio coverage gamma priority_exponent priority_weight eval_epsilon".split()
+    zeros = shares[3:] + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
+    for name, value in vars(args).items():
+        if type(value) in (int, float):
+            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares else 2**31
+            if not (low < value <= high or value == 0 and name in zeros):  # so written, it refuses nan, too
+                above = f"from {low}" if name in zeros else f"above {low}"
+                fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
+    games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
+    if args.env_id not in games:
+        close = difflib.get_close_matches(args.env_id, games, n=3, cutoff=0.0)
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
-    if args.image_size % args.patch_size:
-        fail(f"--image-size {args.image_size} is not a multiple of --patch-size {args.patch_size}")
-    if args.image_size < 3 * args.patch_size:
-        fail(f"--image-size {args.image_size} holds fewer than 3x3 patches; give at least {3 * args.patch_size}")
-    for part in ("encoder", "decoder"):
-        width, heads = getattr(args, f"{part}_dim"), getattr(args, f"{part}_heads")
-        if width % heads:
-            fail(f"--{part}-dim {width} is not a multiple of --{part}-heads {heads}")
-        if width % 4:
-            fail(f"--{part}-dim {width} is not a multiple of 4 (sine and cosine of two axes)")
-    num_patches = (args.image_size // args.patch_size) ** 2
-    if num_patches > 64**2:
-        fail(f"--image-size {args.image_size} holds {num_patches} patches; give at most {64 * args.patch_size}")
-    if int(num_patches * (1 - args.mae_mask_ratio)) < 1:
-        fail(f"--mae-mask-ratio {args.mae_mask_ratio} leaves no patch to see; give at most "
-             f"{math.floor(1e4 - 1e4 / num_patches) / 1e4}")
-    of_pretraining = ("mae_epochs", "mae_batch_size", "mae_learning_rate", "mae_weight_decay", "mae_mask_ratio")
-    for field in fields(args):
-        if args.mae_checkpoint and field.name in of_pretraining and getattr(args, field.name) != field.default:
-            fail(f"--{field.name.replace('_', '-')} is for pre-training, which --mae-checkpoint replaces; leave one of "
-                 "them out")
-    if args.resume is not None:
-        return  # what follows was new, and there, when the run began
-    if args.mae_checkpoint is not None and not os.path.isfile(args.mae_checkpoint):
-        fail(f"--mae-checkpoint {args.mae_checkpoint} is not a file; give a mae.pt, or leave the flag out to pre-train")
-    usable = Path(args.run_name).name == args.run_name != ".." and len(os.fsencode(args.run_name)) < 200
-    if args.run_name and (not usable or (Path("runs") / args.run_name).exists()):
-        fail(f"--run-name {args.run_name} is not the name of a new folder in runs/; give another name")
-
-
-def check_agent_args(args):
-    """Stop with one clear line if an argument of the agent or its training cannot work."""
-    if args.agent_dim % args.agent_heads:
-        fail(f"--agent-dim {args.agent_dim} is not a multiple of --agent-heads {args.agent_heads}")
-    if args.v_min >= args.v_max:
-        fail(f"--v-min {args.v_min} is not below --v-max {args.v_max}")
-    if args.num_atoms < 2:
-        fail("--num-atoms 1 cannot hold a distribution; give at least 2")
-    if args.mae_checkpoint is not None and args.mae_frames is not None:
-        fail("--mae-frames is for pre-training, which --mae-checkpoint replaces; leave one of them out")
-    if args.learning_starts <= args.n_step:
-        fail(f"--learning-starts {args.learning_starts} is too early; give more than --n-step {args.n_step}")
-    if args.learning_starts >= args.total_timesteps:
-        fail(f"--learning-starts {args.learning_starts} is not before the end; give less than "
-             f"--total-timesteps {args.total_timesteps}")
-    if args.train_frequency > args.total_timesteps - args.learning_starts:
-        fail(f"--train-frequency {args.train_frequency} is more than the steps from --learning-starts to "
-             f"--total-timesteps, {args.total_timesteps - args.learning_starts}; give at most that")
-    if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
-        fail(f"--buffer-size {args.buffer_size} is too small; give at least --batch-size + --n-step + --frame-stack "
-             f"= {args.batch_size + args.n_step + args.frame_stack}")
+    if args.run_name and not args.resume and Path("runs", args.run_name).exists():
+        fail(f"--run-name {args.run_name}: runs/{args.run_name} is there already; give another name")
 
 
 def check_args(args):
-    """Stop with one clear line if an argument cannot work. Nothing has been created when this runs."""
-    check_common_args(args)
-    check_agent_args(args)
-    if args.mae_frames is not None and args.mae_frames < args.mae_batch_size and args.mae_checkpoint is None:
-        fail(f"--mae-frames {args.mae_frames} is not one batch; give at least --mae-batch-size {args.mae_batch_size}")
-    num_patches = (args.image_size // args.patch_size) ** 2
-    if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) < 1:
-        fail(f"--max-ratio {args.max_ratio} keeps no patch of {num_patches}; give at least "
-             f"{math.ceil(1e4 / num_patches) / 1e4}")
-
-
-def resumed_args(args):
-    """The arguments of the run that --resume names, or, without that flag, `args` themselves."""
-    if args.resume is None:
-        if any(word.split("=")[0] == "--resume" for word in sys.argv[1:]):
-            fail("--resume None is not the folder of a run; give one, runs/NAME")
-        return args
-    words = [word.removeprefix("--resume=") for word in sys.argv[1:] if word != "--resume"]
-    others = [word for word in words if Path(word) != args.resume]
-    if others:
-        fail(f"--resume stands alone, for the run's own arguments hold; leave {' '.join(others)} out")
-    if not os.path.isfile(args.resume / "args.json"):
-        fail(f"--resume {args.resume} is not the folder of a run; give one, runs/NAME")
-    try:
-        stored = json.loads((args.resume / "args.json").read_text())
-    except (OSError, ValueError) as error:
-        fail(f"--resume {args.resume}: its args.json is damaged ({error}); start a new run")
-    if not isinstance(stored, dict) or stored.keys() != plain_args(args).keys():
-        fail(f"--resume {args.resume} is a run of another script or version; use what started it")
-    for field in fields(args):
-        kinds = [str if kind is Path else kind for kind in get_args(field.type) or [field.type]]  # or choices
-        value = stored.get(field.name)
-        if field.name != "resume" and value not in kinds and type(value) not in kinds:
-            fail(f"--resume {args.resume}: its args.json is damaged ({field.name} is {value!r}); start a new run")
-    paths = {name: Path(stored[name]) for name in ("mae_checkpoint",) if stored[name]}
-    return type(args)(**{**stored, **paths, "resume": args.resume})
+    """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
+    check_each(args)
+    num_patches, least = (args.image_size // args.patch_size) ** 2, args.batch_size + args.n_step + args.frame_stack
+    for holds, rule in (
+        (args.image_size % args.patch_size == 0 and num_patches >= 9,
+         f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"),
+        (args.mae_frames is None or args.mae_frames >= args.mae_batch_size,
+         f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
+        (int(num_patches * (1 - args.mae_mask_ratio)) > 0,
+         f"--mae-mask-ratio {args.mae_mask_ratio} must leave one of the {num_patches} patches to see"),
+        (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
+         f"--max-ratio {args.max_ratio} must keep a patch: at least {1 / num_patches:.4f}"),
+        (args.n_step < args.learning_starts < args.total_timesteps, f"--learning-starts {args.learning_starts} must be "
+         f"above --n-step {args.n_step} and below --total-timesteps {args.total_timesteps}"),
+        (args.buffer_size >= least,
+         f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack = {least}"),
+        (args.v_min < args.v_max, f"--v-min {args.v_min} must be below --v-max {args.v_max}"),
+    ):
+        if not holds:
+            fail(rule)
+    for field in fields(args) if args.mae_checkpoint else ():
+        if field.name.startswith("mae_") and getattr(args, field.name) not in (field.default, args.mae_checkpoint):
+            fail(f"--{field.name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
 
 
 def pick_device(name):
     """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
-        fail(f"--device {name} is not a device; give auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        fail(f"--device {name} is absent: PyTorch sees {torch.cuda.device_count()} CUDA devices; give auto or cpu")
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))
-
-
-def check_memory(needs, device):
-    """Stop with one clear line if what a run will hold, {the flag that sets its size: bytes}, is more than is free.
-
-    Free is the GPU's, or the machine's: a container may have less.
-    """
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    elif Path("/proc/meminfo").exists():  # Linux: free, and what the system would give back
-        free = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable")) * 1024
-    else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if sum(needs.values()) > free:
-        parts = ", ".join(f"{flag} takes {size / 1e9:.1f} GB" for flag, size in needs.items())
-        largest = max(needs, key=needs.get)
-        fail(f"{largest} is too large: {parts}, and {device} has {free / 1e9:.1f} GB free; give a smaller {largest}")
-
-
-def check_compiler(device):
-    """Stop with one clear line if `--compile` cannot work here: now, and not after hours of pre-training."""
-    try:
-        torch.compile(torch.neg)(torch.ones(2, device=device))
-    except Exception as error:  # no compiler, no Python headers, no Triton: each fails in its own way
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        compiler = "Triton" if device.type == "cuda" else "a C++ compiler"
-        fail(f"--compile: PyTorch cannot compile here ({reason}); install {compiler}, or leave the flag out")
+    here = ["cpu"] + ["cuda"] * torch.cuda.is_available() + [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    if name not in ["auto", *here]:
+        fail(f"--device {name} is not here; give auto, {', '.join(here)}")
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 # ---------------------------------------------------------------------------------------------------- 2. Environment
@@ -402,113 +198,61 @@ COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
 def make_envs(args, num_envs):
-    """`num_envs` Atari games as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw rewards.
-
-    Table 9. Seeds go to `reset`. `terminations` is set at every life loss and at the game's end; the game's end is the
-    one with `info["lives"] == 0`. After it comes ale-py's autoreset step, which we pre-empt with a seeded reset.
-    """
+    """`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw
+    rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end
+    `info["lives"] == 0`. After it comes ale-py's autoreset step, which we pre-empt with a seeded reset."""
     return gym.make_vec(
-        args.env_id,
-        num_envs=num_envs,
+        args.env_id, num_envs,
         vectorization_mode="vector_entry_point",  # ale-py's AtariVectorEnv; its defaults are not the paper's
-        img_height=args.image_size,
-        img_width=args.image_size,
-        grayscale=False,
+        img_height=args.image_size, img_width=args.image_size, grayscale=False,
         stack_num=1,  # the replay stacks: each frame is then embedded and stored once
-        frameskip=4,
-        maxpool=True,
-        noop_max=30,
+        frameskip=4, maxpool=True, noop_max=30, use_fire_reset=True, full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
-        max_num_frames_per_episode=args.max_episode_frames,
-        full_action_space=False,
-        use_fire_reset=True,
         episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
-        life_loss_info=True,
+        life_loss_info=True, max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent int64 seeds below 2**31 for a purpose: an array (num,) as `AtariVectorEnv.reset` takes it.
-
-    Consecutive integers would make runs with adjacent seeds share all but one of their evaluation games.
-    """
+    """`num` independent seeds for a purpose, int64 (num,) below 2**31, as `AtariVectorEnv.reset` takes them. (With
+    consecutive integers, runs with adjacent seeds would share all but one of their evaluation games.)"""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
 # ---------------------------------------------------------------------------------------------------------- 3. Model
 
-
 def sincos_positions(dim, side):
-    """Fixed 2-D sine-cosine positions (1 + side**2, dim), a row of zeros for [cls] first, then patches row by row.
-
-    The first half of the width encodes the column, the second half the row, each as [sin | cos].
-    """
+    """Fixed 2-D sine-cosine positions (1 + side**2, dim): zeros for [cls], then patches row by row. The first half of
+    the width encodes the column, the second half the row, each as [sin | cos]."""
     frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
     angle = torch.arange(side, dtype=torch.float64)[:, None] * frequency  # (side, dim/4)
     axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
-    column, row = axis.repeat(side, 1), axis.repeat_interleave(side, 0)  # (N, dim/2) each
-    return torch.cat([torch.zeros(1, dim, dtype=torch.float64), torch.cat([column, row], 1)]).float()
+    patches = torch.cat([axis.repeat(side, 1), axis.repeat_interleave(side, 0)], 1)  # (N, dim)
+    return torch.cat([torch.zeros(1, dim), patches]).float()
 
 
-class PatchEmbed(nn.Module):
-    """One linear map a patch, kept as the convolution that it is in ViT so that ViT checkpoints load.
-
-    Its stride is its size, so it is applied here to flat patches: only those that are kept are ever embedded.
-    """
-
-    def __init__(self, patch_size, dim):
-        super().__init__()
-        self.proj = nn.Conv2d(3, dim, kernel_size=patch_size, stride=patch_size)
-
-    def forward(self, patches):  # (B, T, p*p*3) -> (B, T, D)
-        return F.linear(patches, self.proj.weight.permute(0, 2, 3, 1).flatten(1), self.proj.bias)
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention (B, T, D) -> (B, T, D); `mask` (B, T) is False at tokens that nobody may look at."""
+class Block(nn.Module):
+    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). Nobody looks at
+    tokens where `mask` (B, T) is False. With `row` (B,) only that token's z is computed: (B, 1, D)."""
 
     def __init__(self, dim, heads):
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
-
-    def project(self, x):
-        """Queries, keys and values of x (B, T, D), each (B, H, T, D/H)."""
-        return self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-
-    def forward(self, x, mask=None):
-        q, k, v = self.project(x)
-        mask = mask[:, None, None, :] if mask is not None else None
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B, H, T, D/H)
-        return self.proj(x.transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    """The two-layer perceptron of a Transformer layer."""
-
-    def __init__(self, dim, ratio=4):
-        super().__init__()
-        self.fc1 = nn.Linear(dim, ratio * dim)
-        self.fc2 = nn.Linear(ratio * dim, dim)
-
-    def forward(self, x):
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
-class Block(nn.Module):
-    """A pre-LN Transformer layer: x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')) (the paper's Background)."""
-
-    def __init__(self, dim, heads):
-        super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.attn = Attention(dim, heads)
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "proj": nn.Linear(dim, dim)})
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim)
+        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
 
-    def forward(self, x, mask=None):
-        x = x + self.attn(self.norm1(x), mask)
+    def forward(self, x, mask=None, row=None):
+        qkv = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
+        if row is not None:  # only this token asks
+            batch = torch.arange(len(x), device=x.device)
+            x, q = x[batch, row][:, None], q[batch, :, row][:, :, None]  # (B, 1, D), (B, H, 1, d)
+        mask = None if mask is None else mask[:, None, None, :]
+        looked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        x = x + self.attn.proj(looked)
         return x + self.mlp(self.norm2(x))
 
 
@@ -519,29 +263,22 @@ def normalize_patches(patches):
     return centred / (variance + 1e-6).sqrt()
 
 
-def gather_tokens(x, ids):
-    """The tokens ids (B, K) of x (B, T, D): (B, K, D)."""
-    return x.gather(1, ids[..., None].expand(-1, -1, x.shape[2]))
-
-
 class MaskedAutoencoder(nn.Module):
     """A small MAE (He et al. 2022; Table 4): a narrow encoder that sees some patches, a wider decoder that paints all.
-
-    Module names are facebookresearch/mae's, so its state dicts load. 790,784 trainable parameters at the paper's sizes.
-    """
+    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load."""
 
     def __init__(self, image_size=96, patch_size=8, encoder_dim=64, encoder_depth=3, encoder_heads=4,
                  decoder_dim=128, decoder_depth=3, decoder_heads=8):
         super().__init__()
         self.patch_size, self.side = patch_size, image_size // patch_size
         self.num_patches = self.side**2
-        self.patch_embed = PatchEmbed(patch_size, encoder_dim)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, encoder_dim))
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, encoder_dim, patch_size, stride=patch_size)})
+        self.cls_token = nn.Parameter(torch.randn(1, 1, encoder_dim) * 0.02)
         self.register_buffer("pos_embed", sincos_positions(encoder_dim, self.side)[None])  # (1, 1+N, D)
         self.blocks = nn.ModuleList(Block(encoder_dim, encoder_heads) for _ in range(encoder_depth))
         self.norm = nn.LayerNorm(encoder_dim, eps=1e-6)
         self.decoder_embed = nn.Linear(encoder_dim, decoder_dim)
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
+        self.mask_token = nn.Parameter(torch.randn(1, 1, decoder_dim) * 0.02)
         self.register_buffer("decoder_pos_embed", sincos_positions(decoder_dim, self.side)[None])
         self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
@@ -550,8 +287,6 @@ class MaskedAutoencoder(nn.Module):
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
                 nn.init.zeros_(module.bias)
-        nn.init.normal_(self.cls_token, std=0.02)
-        nn.init.normal_(self.mask_token, std=0.02)
 
     def patchify(self, frames):
         """Flat patches (B, N, p*p*3) of frames (B, H, W, 3), row by row, of the same type."""
@@ -560,375 +295,201 @@ class MaskedAutoencoder(nn.Module):
 
     def encode(self, patches, ids, present=None):
         """Encoder outputs (B, 1+K, D), [cls] first, for flat patches (B, K, p*p*3) in [0, 1] at the places ids (B, K).
-
-        Patches where `present` (B, K) is False are looked at by nobody, but look at the others: such a patch that
-        repeats another gets the other's row.
-        """
-        x = self.patch_embed(patches) + self.pos_embed[0, 1:][ids]
+        Patches where `present` (B, K) is False look at the others, but nobody looks at them."""
+        proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each flat patch
+        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias) + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
         mask = F.pad(present, (1, 0), value=True) if present is not None else None  # [cls] is always there
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x)
 
-    def decode(self, latent, ids):
-        """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K)."""
+    def decode(self, latent, ids, wanted=None):
+        """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K). With
+        `wanted` (B,) only that patch of each, (B, p*p*3): the last layer then computes no other."""
         x = self.decoder_embed(latent)  # (B, 1+K, D)
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
-        for block in self.decoder_blocks:
+        for block in self.decoder_blocks[:-1]:
             x = block(x)
-        return self.decoder_pred(self.decoder_norm(x[:, 1:]))
+        x = self.decoder_blocks[-1](x, row=None if wanted is None else 1 + wanted)
+        x = self.decoder_pred(self.decoder_norm(x))
+        return x[:, 1:] if wanted is None else x[:, 0]
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
-        """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, p*p*3), mask (B, N): 0 keep, 1 removed).
-
-        The loss is over all patches, visible and masked. `generator` draws the masks on the frames' device.
-        """
+        """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, p*p*3), mask (B, N): 0 keep, 1 removed). The
+        loss is over all patches, visible and masked. `generator` draws the masks on the frames' device."""
         patches = self.patchify(frames).float() / 255
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
         kept = noise.argsort(1)[:, : int(self.num_patches * (1 - mask_ratio))]  # (B, K), a random subset
-        prediction = self.decode(self.encode(gather_tokens(patches, kept), kept), kept)
+        prediction = self.decode(self.encode(patches.take_along_dim(kept[..., None], 1), kept), kept)
         loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
         return loss, prediction, torch.ones_like(noise).scatter(1, kept, 0.0)
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss: those that follow in the same games
+HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss: those that follow in the same game
 
 
-def collect_random_frames(args, num_frames, num_envs=8):
-    """Frames (num_frames, H, W, 3), a uint8 array, of `num_envs` environments in which random play goes on, game after
-    game, each with all its lives. Prints the mean score of the games that ended."""
-    envs = make_envs(args, num_envs)
+def collect_random_frames(args, num_frames):
+    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play: whole games, all lives, one by one."""
+    env = make_envs(args, 1)
     rng = np.random.default_rng([args.seed, COLLECT])
-    games = np.zeros(num_envs, np.int64)  # games finished so far in each environment
-
-    def new_seeds(which):
-        return np.concatenate([game_seeds(args.seed, COLLECT, env, games[env]) for env in which])
-
-    observation, _ = envs.reset(seed=new_seeds(range(num_envs)))
     frames = np.empty((num_frames, args.image_size, args.image_size, 3), np.uint8)
-    scores, score = [], np.zeros(num_envs)
-    for start in tqdm(range(0, num_frames, num_envs), "collecting frames", unit_scale=num_envs, unit="frame"):
-        frames[start : start + num_envs] = observation[: num_frames - start, 0]
-        actions = rng.integers(envs.single_action_space.n, size=num_envs)
-        observation, reward, terminated, truncated, info = envs.step(actions)
-        score += reward
-        over = (terminated & (info["lives"] == 0)) | truncated  # a mere life loss goes on
-        if over.any():
-            scores += score[over].tolist()
-            score[over] = 0
-            games[over] += 1
-            observation, _ = envs.reset(seed=new_seeds(np.flatnonzero(over)), options={"reset_mask": over})
-    envs.close()
-    if scores:
-        print(f"random play scored {np.mean(scores):.1f} on average over {len(scores)} whole games")
+    games, over = 0, True
+    for i in tqdm(range(num_frames), "collecting frames", unit="frame"):
+        if over:
+            observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, games))
+            games += 1
+        frames[i] = observation[0, 0]
+        observation, _, terminated, truncated, info = env.step(rng.integers(env.single_action_space.n, size=1))
+        over = truncated[0] or (terminated[0] and info["lives"][0] == 0)  # a mere life loss goes on
+    env.close()
     return frames
 
 
 def warmup_cosine(step, steps, peak):
     """Learning rate at a step of `steps`: up in a straight line for a tenth of them, then half a cosine to 0."""
     warmup = steps / 10
-    if step < warmup:
-        return peak * step / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    return peak * min(step / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warmup) / (steps - warmup)))
 
 
-def pretrain_mae(args, mae, frames, held_out, device, log, resumed=None, pause=None):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; returns the last held-out loss.
-
-    `log(name, value, step)` gets the loss of each step and the held-out loss of each epoch. After each step
-    `pause(state, due)` is called; `state()` is what another call needs as `resumed` to go on from there, and `due` asks
-    for a checkpoint, at the end of an epoch. Where the loss or the gradient is not finite it asks for one from before
-    that step, and exits with status 1.
-    """
+def pretrain_mae(args, mae, frames, held_out, device, folder):
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, and watch its loss on `held_out` ones after
+    each epoch. Returns {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves
+    and, after each epoch, checkpoint.pt, to go on from. Raises RuntimeError where a gradient is not finite."""
     frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
     decayed = [p for p in mae.parameters() if p.ndim > 1]
     others = [p for p in mae.parameters() if p.ndim <= 1]  # biases and LayerNorm
     groups = [{"params": decayed, "weight_decay": args.mae_weight_decay}, {"params": others, "weight_decay": 0.0}]
     peak = args.mae_learning_rate * args.mae_batch_size / 256
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
-    order = torch.Generator().manual_seed(int(game_seeds(args.seed, PRETRAIN, 0)[0]))
-    masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, 1)[0]))
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps, step, held_out_loss = args.mae_epochs * batches, 0, float("nan")
-    if resumed:
-        mae.load_state_dict(resumed["model"])
-        optimizer.load_state_dict(resumed["optimizer"])
-        order.set_state(resumed["order"])
-        masks.set_state(resumed["masks"])
-        step = resumed["step"]
-        print(f"going on from step {step} of pre-training")
-
-    def state():
-        return {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "order": order_state,
-                "masks": masks.get_state()}
-
-    progress = tqdm(total=steps * args.mae_batch_size, desc="pre-training", unit="image", unit_scale=True,
-                    initial=step * args.mae_batch_size)
-    for epoch in range(step // batches, args.mae_epochs):
-        order_state = order.get_state()  # from which this epoch's order is drawn
-        shuffled = torch.randperm(len(frames), generator=order)[: batches * args.mae_batch_size]
-        for batch in shuffled.split(args.mae_batch_size)[step - epoch * batches :]:
+    steps, first_epoch, losses = args.mae_epochs * batches, 0, {"loss": [], "held_out_loss": []}
+    if (folder / "checkpoint.pt").exists():
+        checkpoint = read_checkpoint(folder / "checkpoint.pt")
+        mae.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        first_epoch, losses = checkpoint["epoch"], checkpoint["losses"]
+    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # what came after the checkpoint comes again
+    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches, unit="batch")
+    for epoch in range(first_epoch, args.mae_epochs):
+        order = torch.from_numpy(np.random.default_rng([args.seed, PRETRAIN, epoch]).permutation(len(frames)))
+        masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, epoch)[0]))
+        for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
-            mask_state = masks.get_state()
             loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
-            value, norm = loss.item(), nn.utils.get_total_norm([p.grad for p in mae.parameters()]).item()
-            if not math.isfinite(value + norm):
-                masks.set_state(mask_state)
-                if pause:
-                    with contextlib.suppress(SystemExit):  # of a signal that waits
-                        pause(state, due=True)
-                sys.exit(f"error: step {step + 1} is not finite (loss {value:.3g}, gradient {norm:.3g}), so "
-                         "it is not taken; start anew with a smaller --mae-learning-rate")
+            nn.utils.get_total_norm([p.grad for p in mae.parameters()], error_if_nonfinite=True)
             optimizer.step()
-            step += 1
-            log("mae/loss", value, step)
-            progress.update(len(batch))
-            if pause and step % batches:
-                pause(state, due=False)
-        held_out_loss = mae_loss(mae, held_out, args.mae_mask_ratio, args.mae_batch_size)
-        log("mae/held_out_loss", held_out_loss, step)
-        progress.set_postfix(epoch=epoch + 1, loss=f"{value:.4f}", held_out=f"{held_out_loss:.4f}")
-        order_state = order.get_state()
-        if pause:
-            pause(state, due=args.checkpoint_frequency > 0 or step == steps)
+            losses["loss"].append((step, loss.item()))
+            writer.add_scalar("mae/loss", loss.item(), step)
+            progress.update()
+        with torch.no_grad():  # under the same masks each time
+            held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, torch.Generator(device).manual_seed(0))
+        losses["held_out_loss"].append((step, held_out_loss.item()))
+        writer.add_scalar("mae/held_out_loss", held_out_loss.item(), step)
+        writer.flush()
+        progress.set_postfix(epoch=epoch + 1, loss=f"{loss.item():.4f}", held_out=f"{held_out_loss.item():.4f}")
+        write_whole(folder / "checkpoint.pt", partial(torch.save, {
+            "model": mae.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1, "losses": losses}))
     progress.close()
-    return held_out_loss
-
-
-@torch.no_grad()
-def mae_loss(mae, frames, mask_ratio, batch_size):
-    """Mean loss on uint8 frames (n, H, W, 3) of the MAE's device, under the same masks at every call."""
-    masks = torch.Generator(frames.device).manual_seed(0)
-    losses = [mae(batch, mask_ratio, masks)[0] * len(batch) for batch in frames.split(batch_size)]
-    return (sum(losses) / len(frames)).item()
+    writer.close()
+    return losses
 
 
 # ------------------------------------------------------------------------------------------------------ 4. Selection
 
-
 def surrounding_patches(side):
-    """surr(i, j): for each of the side**2 patches the ids of the 8 around it (5 on an edge, 3 in a corner), a list.
-
-    The paper's formula, read literally, gives the four diagonal ones; its figures and the authors' code have all 8.
-    """
-    around = []
-    for row in range(side):
-        for column in range(side):
-            rows = range(max(row - 1, 0), min(row + 2, side))
-            columns = range(max(column - 1, 0), min(column + 2, side))
-            around.append([r * side + c for r in rows for c in columns if (r, c) != (row, column)])
-    return around
-
-
-@torch.no_grad()
-def rebuild_from_surroundings(mae, frames):
-    """Eq. (3): each patch of uint8 frames (B, H, W, 3) as rebuilt from those around it alone, (B, N, p*p*3)."""
-    patches = mae.patchify(frames).float() / 255
-    rebuilt = torch.empty_like(patches)
-    for position, around in enumerate(surrounding_patches(mae.side)):
-        ids = torch.tensor(around, device=frames.device).expand(len(frames), -1)
-        rebuilt[:, position] = mae.decode(mae.encode(gather_tokens(patches, ids), ids), ids)[:, position]
-    return rebuilt
-
-
-def reconstruction_error_map(mae, frames):
-    """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings.
-
-    The mean squared difference from the patch's normalised pixels, which is what the MAE learned to rebuild (the
-    paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE a
-    patch; `ErrorMapCache` gives the same values far faster.
-    """
-    target = normalize_patches(mae.patchify(frames).float() / 255)  # Eq. (2)
-    return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
+    """surr(i, j): for each of the side**2 patches a list of the ids of the 8 around it (5 on an edge, 3 in a corner).
+    The paper's formula, read literally, gives the four diagonal ones; its figures and the authors' code have all 8."""
+    ids = range(side)
+    return [[i * side + j for i in ids for j in ids if max(abs(i - row), abs(j - column)) == 1]
+            for row in ids for column in ids]
 
 
 class ErrorMapCache:
-    """`reconstruction_error_map` of a frozen MAE at a speed that makes a run possible: `cache(frames)` -> (B, N).
+    """How badly a frozen MAE rebuilds each patch from those around it: `cache(frames)` -> errors E (B, N), float32.
 
-    A patch's error depends only on its place and on the pixels of the 3x3 patches around it, and an Atari frame shows
-    mostly neighbourhoods that were seen before. So errors are remembered in a table from (place, pixels) to error, and
-    the MAE runs only on new neighbourhoods, each once, and only as far as the one wanted patch needs:
-      - in the first decoder layer most tokens are [mask] + position, the same for every frame: what they say to each
-        other is computed once, here in the constructor;
-      - in the last decoder layer only the wanted patch asks; its keys and values are folded into its query.
-    The values equal the plain ones up to rounding, unless two neighbourhoods share a 64-bit key: for two at one place
-    the odds are at most 2**-52 (and not 2**-64: a difference of pixels and the hash's factors may each be even), so
-    below 2**-16 that a 100K run (some 3 million neighbourhoods, spread over the places) meets it once.
-
-    The table has `size` entries (13 bytes each) in sets of 8; a new entry replaces the oldest of a full set.
-    `behind`, another cache of the same MAE, is asked too and never written to: evaluation reads what training knows
-    and keeps its own findings apart. `misses` counts the neighbourhoods that were computed.
+    E is the mean squared difference to the patch's normalised pixels, which is what the MAE learned to rebuild (the
+    paper's formula compares with raw pixels and sums the colours). By Eq. (3) it depends only on the patch's place and
+    on the pixels of the 3x3 patches around it, and most of an Atari frame looks as it did before. So a neighbourhood
+    goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. That it
+    answers wrongly, because two of four million neighbourhoods share a 64-bit hash, has odds below one in a million.
+    When `size` errors are kept, the oldest goes for each new one. `known`, the `errors` of another cache, is read too
+    but not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
     """
 
-    WAYS = 8
-
-    @torch.no_grad()
-    def __init__(self, mae, size=2**22, behind=None):
-        self.mae, self.behind, self.misses = mae, behind, 0
-        device, N = mae.pos_embed.device, mae.num_patches
-        self.sets = max(1, size // self.WAYS)
-        self.keys = torch.zeros(self.sets, self.WAYS, dtype=torch.int64, device=device)
-        self.errors = torch.zeros(self.sets, self.WAYS, device=device)
-        self.oldest = torch.zeros(self.sets, dtype=torch.int64, device=device)  # the entry that is replaced next
-        rng = np.random.default_rng(0)  # a random linear hash modulo 2**64
-        shapes = (3 * mae.patch_size**2,), (3, 3), (mae.side, mae.side)
-        factors = (torch.from_numpy(rng.integers(-(2**63), 2**63, shape)).to(device) for shape in shapes)
-        self.pixel_factor, self.place_factor, self.place_key = factors
-
-        around = surrounding_patches(mae.side)
-        # An edge patch has fewer than 8: its first one is repeated. The repetitions are looked at by nobody and, being
-        # the same patch at the same place, end up the same as the first, so writing all of them back does no harm.
-        padded = [ids + ids[:1] * (8 - len(ids)) for ids in around]
-        self.around = torch.tensor(padded, device=device)  # (N, 8)
-        self.present = torch.tensor([[k < len(ids) for k in range(8)] for ids in around], device=device)  # (N, 8)
-        self.same = torch.ones(N, 1 + N, dtype=torch.bool, device=device)  # tokens that are [mask] whatever the frame
-        self.same[:, 0] = False  # [cls] comes from the encoder
-        self.same.scatter_(1, 1 + self.around, False)
-        self.x = mae.mask_token + mae.decoder_pos_embed  # (1, T, D), T = 1 + N
-        block = mae.decoder_blocks[0]
-        self.q, self.k, self.v = block.attn.project(block.norm1(self.x))  # (1, H, T, d) each
-        self.mask_score, self.mask_value = self._mask_tokens() if behind is None else (
-            behind.mask_score, behind.mask_value)
-
-    def _mask_tokens(self):
-        """What the [mask] tokens say in the first decoder layer: scores (N, H, 1, T) and values (N, H, T, d)."""
-        # Attention over several keys is attention over one key whose score is their log-sum-exp and whose value is
-        # their weighted mean. So all the [mask] tokens of a place act as one key.
-        scores = self.q[0] @ self.k[0].transpose(1, 2) * self.q.shape[3] ** -0.5  # (H, T, T)
-        score, value = [], []
-        for same in self.same:  # for each place
-            here = scores.masked_fill(~same, -math.inf)
-            score.append(here.logsumexp(2)[:, None])
-            value.append(here.softmax(2) @ self.v[0])
-        return torch.stack(score), torch.stack(value)
-
-    def hash(self, frames):
-        """Keys (B, N), int64, of the 3x3 neighbourhoods of uint8 frames (B, H, W, 3)."""
-        patch = (self.mae.patchify(frames) * self.pixel_factor).sum(2)  # (B, N), wraps around at 2**64
-        patch = F.pad(patch.unflatten(1, (self.mae.side, -1)), (1, 1, 1, 1))  # (B, P+2, P+2)
-        around = patch.unfold(1, 3, 1).unfold(2, 3, 1)  # (B, P, P, 3, 3)
-        return ((around * self.place_factor).sum((3, 4)) + self.place_key).flatten(1)
-
-    def __len__(self):
-        """Entries in the table."""
-        return int((self.keys != 0).sum())
-
-    def state_dict(self):
-        """The table and its counter, for a checkpoint."""
-        return {name: getattr(self, name) for name in ("keys", "errors", "oldest", "misses")}
-
-    def load_state_dict(self, state):
-        """Put back what state_dict returned."""
-        for name, value in state.items():
-            setattr(self, name, getattr(self, name).copy_(value) if torch.is_tensor(value) else value)
-
-    def lookup(self, keys):
-        """(errors (M,), found (M,)) for keys (M,); an error that was not found is 0."""
-        sets = keys % self.sets
-        match = self.keys[sets] == keys[:, None]  # (M, WAYS)
-        return (self.errors[sets] * match).sum(1), match.any(1)
-
-    def insert(self, keys, errors):
-        """Remember distinct keys (M,) with their errors (M,)."""
-        while len(keys):  # one round but for new keys that share a set: each round stores one of them
-            sets = keys % self.sets
-            ways = self.oldest[sets]
-            self.keys[sets, ways] = keys
-            stored = self.keys[sets, ways] == keys
-            self.errors[sets[stored], ways[stored]] = errors[stored]
-            self.oldest[sets] = (ways + 1) % self.WAYS
-            keys, errors = keys[~stored], errors[~stored]
+    def __init__(self, mae, size=2**22, known=None):
+        self.mae, self.size, self.misses = mae, size, 0
+        self.errors = {}  # hash of (place, pixels): error; the oldest first
+        self.known = ChainMap(self.errors, known or {})
+        around, device = surrounding_patches(mae.side), mae.pos_embed.device
+        # A patch on the edge has fewer than 8: its first one is repeated, and the copies are looked at by nobody. They
+        # come out of the encoder as the first one does, so writing all of them to its place does no harm.
+        self.around = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in around], device=device)  # (N, 8)
+        self.present = torch.tensor([[k < len(ids) for k in range(8)] for ids in around], device=device)
 
     @torch.no_grad()
     def __call__(self, frames):
-        """E (B, N), float32, of uint8 frames (B, H, W, 3) on the MAE's device."""
-        keys = self.hash(frames).flatten()  # (B*N,)
-        errors, found = self.lookup(keys)
-        if self.behind is not None:
-            known, there = self.behind.lookup(keys)
-            errors, found = torch.where(there, known, errors), found | there
-        missing = (~found).nonzero().squeeze(1)
-        if len(missing):
-            new, inverse = keys[missing].unique(return_inverse=True)  # a neighbourhood seen twice is computed once
-            first = torch.full_like(new, len(keys)).scatter_reduce_(0, inverse, missing, "amin")
-            patches = self.mae.patchify(frames)  # (B, N, p*p*3)
-            computed = torch.cat([self.compute(patches, some) for some in first.split(32)])
-            self.insert(new, computed)
-            errors[missing] = computed[inverse]
+        """E (B, N), float32, of uint8 frames (B, H, W, 3); on their device, whatever the MAE's."""
+        hashes = self.hashes(frames)
+        errors = {key: self.known.get(key) for key in hashes}
+        new = [key for key, error in errors.items() if error is None]
+        if new:
+            patches = self.mae.patchify(frames.to(self.around.device))  # (B, N, p*p*3)
+            at = torch.tensor([hashes.index(key) for key in new], device=patches.device)  # where each stands first
+            computed = torch.cat([self.compute(patches, some) for some in at.split(32)])
+            for key, error in zip(new, computed.tolist()):
+                if len(self.errors) == self.size:
+                    del self.errors[next(iter(self.errors))]
+                self.errors[key] = errors[key] = error
             self.misses += len(new)
-        return errors.view(len(frames), -1)
+        return torch.tensor([errors[key] for key in hashes], device=frames.device).view(len(frames), -1)
 
-    def compute(self, patches, wanted):
-        """Errors (M,) of the wanted (M,) patches, each a frame * N + place, of patches (B, N, p*p*3): Eq. (3)."""
-        mae, N = self.mae, self.mae.num_patches
-        frame, place = wanted // N, wanted % N
-        ids, present = self.around[place], self.present[place]  # (M, 8)
-        seen = patches[frame[:, None], ids].float() / 255
-        # The encoder's 9 tokens, [cls] and the surroundings, are all that is not [mask] in the decoder.
-        changed = mae.decoder_embed(mae.encode(seen, ids, present))  # (M, 9, D)
-        tokens = F.pad(1 + ids, (1, 0))  # (M, 9): their places among the decoder's T tokens
-        changed = changed + mae.decoder_pos_embed[0][tokens]
-        present = F.pad(present, (1, 0), value=True)  # (M, 9)
+    def hashes(self, frames):
+        """Hashes, a list of B*N integers, of the 3x3 neighbourhoods of uint8 frames (B, H, W, 3)."""
+        p, P = self.mae.patch_size, self.mae.side
+        padded = np.pad(frames.cpu().numpy(), ((0, 0), (p, p), (p, p), (0, 0)))
+        digests = (blake2b(frame[p * i : p * (i + 3), p * j : p * (j + 3)].tobytes(), digest_size=8, salt=bytes([i, j]))
+                   for frame in padded for i in range(P) for j in range(P))
+        return [int.from_bytes(digest.digest(), signed=True) for digest in digests]
 
-        # First layer. [mask] tokens look at the other [mask] tokens, as one key, and at the changed ones.
-        block = mae.decoder_blocks[0]
-        q, k, v = block.attn.project(block.norm1(changed))  # (M, H, 9, d) each
-        scores = k @ (self.q * self.q.shape[3] ** -0.5).transpose(2, 3)  # (M, H, 9, T): softmax is slow over short rows
-        scores = scores.masked_fill(~present[:, None, :, None], -math.inf)
-        weights = torch.cat([self.mask_score[place], scores], 2).softmax(2).transpose(2, 3)  # (M, H, T, 10)
-        looked = weights[..., :1] * self.mask_value[place] + weights[..., 1:] @ v  # (M, H, T, d)
-        # The changed tokens look at all: the [mask] tokens' keys are the constant ones.
-        M = len(wanted)
-        keys = torch.cat([self.k.expand(M, -1, -1, -1), k], 2)  # (M, H, T+9, d)
-        values = torch.cat([self.v.expand(M, -1, -1, -1), v], 2)
-        mask = torch.cat([self.same[place], present], 1)[:, None, None]
-        own = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)  # (M, H, 9, d)
-        looked = looked.transpose(1, 2).flatten(2)  # (M, T, D)
-        places = tokens[..., None].expand(-1, -1, looked.shape[2])
-        looked.scatter_(1, places, own.transpose(1, 2).flatten(2))
-        x = self.x.expand(M, -1, -1).scatter(1, places, changed)
-        x = x + block.attn.proj(looked)
-        x = x + block.mlp(block.norm2(x))
+    def compute(self, patches, at):
+        """Eq. (3) and its error for M of the flat patches (B, N, p*p*3), those `at` (M,) frame * N + place: (M,)."""
+        frame, place = at // self.mae.num_patches, at % self.mae.num_patches
+        ids = self.around[place]  # (M, 8)
+        latent = self.mae.encode(patches[frame[:, None], ids].float() / 255, ids, self.present[place])
+        rebuilt = self.mae.decode(latent, ids, place)  # (M, p*p*3)
+        return (rebuilt - normalize_patches(patches[frame, place].float() / 255)).square().mean(1)
 
-        for block in mae.decoder_blocks[1:-1]:
-            x = block(x)
-        wanted_row = (1 + place)[:, None, None].expand(-1, -1, x.shape[2])
-        one = x.gather(1, wanted_row)  # (M, 1, D)
-        if len(mae.decoder_blocks) > 1:
-            # Last layer, for one query a head. q.(W h + b) = (W^T q).h + a constant, which softmax ignores; and since
-            # the weights sum to 1, the mean of W h + b is W (mean of h) + b. So no key or value is ever formed.
-            block = mae.decoder_blocks[-1]
-            h, H = block.norm1(x), block.attn.heads  # (M, T, D)
-            w_q, w_k, w_v = block.attn.qkv.weight.unflatten(0, (3, H, -1))  # (H, d, D) each
-            b_q, _, b_v = block.attn.qkv.bias.unflatten(0, (3, H, -1))  # (H, d) each
-            q = torch.einsum("mod,hkd->mhk", h.gather(1, wanted_row), w_q) + b_q  # (M, H, d)
-            scores = torch.einsum("mhk,hkd->mhd", q, w_k) @ h.transpose(1, 2)  # (M, H, T)
-            mean = (scores * w_q.shape[1] ** -0.5).softmax(2) @ h  # (M, H, D)
-            looked = torch.einsum("mhd,hkd->mhk", mean, w_v) + b_v  # (M, H, d)
-            one = one + block.attn.proj(looked.flatten(1))[:, None]
-            one = one + block.mlp(block.norm2(one))
-        rebuilt = mae.decoder_pred(mae.decoder_norm(one))[:, 0]  # (M, p*p*3)
-        target = normalize_patches(patches[frame, place].float() / 255)
-        return (rebuilt - target).square().mean(1)
+    def state_dict(self):
+        """The table and its counter, for a checkpoint."""
+        return {"hashes": torch.tensor(list(self.errors), dtype=torch.int64),
+                "errors": torch.tensor(list(self.errors.values())), "misses": self.misses}
+
+    def load_state_dict(self, state):
+        """Put back what state_dict returned."""
+        self.errors.update(zip(state["hashes"].tolist(), state["errors"].tolist(), strict=True))
+        self.misses = state["misses"]
 
 
 def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     """Which patches of each frame to keep, for errors (B, N): (patch_ids (B, max_patches), count (B,)), both int64.
 
-    The first count ids of a row are the selected ones, largest error first, the lower id first among equals.
-    Dynamic-K: sort a frame's errors in ascending order and divide by their sum, v_0 ... v_{N-1}. Their running sum
-    over x = n/N is the Lorenz curve; it is convex, with the salient patches at its right end. (So is the paper's
-    formula; its text says concave.) K = N - i for the i whose two-step slope (v_i + v_{i+1}) N/2 is closest to
-    `lorenz_slope` (the smallest such i), among those that keep at least 2 and at most max_patches or N - 1; K = 1 where
-    there is none, or all errors are equal. With `lorenz_slope=None` K is max_patches. Raises ValueError unless
-    1 <= max_patches <= N.
+    The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
+    `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
+      1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
+         x = n/N is the Lorenz curve. It is convex, with the salient patches at its steep right end.
+      2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
+      3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
+         whose slope is closest to lorenz_slope, the smallest among equals.
+      4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
+    Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
+    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0. Raises ValueError unless max_patches fits.
     """
     B, N = errors.shape
     if not 1 <= max_patches <= N:
@@ -938,7 +499,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
         return patch_ids, torch.full((B,), max_patches, device=errors.device)
     ascending = errors.double().sort(dim=1).values
     v = ascending / ascending.sum(1, keepdim=True)
-    slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1), of the curve at i = 0 ... N-2
+    slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1)
     first = max(1, N - max_patches)
     if first > N - 2:
         return patch_ids, torch.ones(B, dtype=torch.int64, device=errors.device)
@@ -949,14 +510,30 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 @torch.no_grad()
 def encode_patches(mae, frames, patch_ids, count):
     """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
-
-    The frozen encoder sees [cls] and the selected patches only. Its outputs lose [cls] and get their patch's fixed
-    position added once more: this is what the agent stores and reads.
-    """
+    The encoder sees [cls] and these patches only. Its outputs lose [cls] and get their patch's position once more."""
     present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
-    patches = gather_tokens(mae.patchify(frames), patch_ids).float() / 255
+    patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1).float() / 255  # (B, L, p*p*3)
     embeddings = mae.encode(patches, patch_ids, present)[:, 1:] + mae.pos_embed[0, 1:][patch_ids]
     return embeddings * present[..., None]
+
+
+def look_at_patches(mae, error_map, max_patches, lorenz_slope, frames):
+    """What the agent sees of an array of uint8 frames (B, H, W, 3): embeddings (B, max_patches, D) in float16, counts
+    (B,) and patch_ids (B, max_patches), on the MAE's device."""
+    frames = torch.from_numpy(frames).to(mae.pos_embed.device)
+    patch_ids, count = select_salient_patches(error_map(frames), max_patches, lorenz_slope)
+    return encode_patches(mae, frames, patch_ids, count).half(), count, patch_ids
+
+
+def count_salient_patches(mae, frames, lorenz_slope):
+    """K of each of an array of uint8 frames (n, H, W, 3), without a maximum: an int64 tensor (n,) on the CPU."""
+    look = partial(select_salient_patches, max_patches=mae.num_patches, lorenz_slope=lorenz_slope)
+    cache, batches = ErrorMapCache(mae), torch.from_numpy(frames).split(64)
+    return torch.cat([look(cache(batch))[1] for batch in tqdm(batches, "counting salient patches", unit="batch")])
+
+
+PAPER_MAX_RATIO = {"ALE/Frostbite-v5": 0.35, "ALE/MsPacman-v5": 0.30, "ALE/Seaquest-v5": 0.20,
+                   "ALE/BattleZone-v5": 0.30}  # the adopted ones of Table 13
 
 
 def ratio_to_patches(ratio, num_patches):
@@ -965,123 +542,84 @@ def ratio_to_patches(ratio, num_patches):
 
 
 def ideal_max_ratio(counts, num_patches, coverage=0.999):
-    """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of enough frames.
-
-    `counts` holds K of each frame, uncapped; enough is more than `coverage` of them. 0.95 where no ratio does.
-    """
-    counts = torch.as_tensor(counts)
-    for percent in range(5, 100, 5):
+    """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
+    `coverage` of the frames, for K of each frame (n,), uncapped. 0.95 where no ratio does."""
+    for percent in range(5, 95, 5):
         if (counts <= ratio_to_patches(percent / 100, num_patches)).double().mean() > coverage:
             return percent / 100
     return 0.95
 
 
-# The adopted ratios of Table 13.
-PAPER_MAX_RATIO = {
-    "ALE/Frostbite-v5": 0.35,
-    "ALE/MsPacman-v5": 0.30,
-    "ALE/Seaquest-v5": 0.20,
-    "ALE/BattleZone-v5": 0.30,
-}
-
-
 # --------------------------------------------------------------------------------------------------------- 5. Replay
 
-
 class Replay:
-    """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring; stacks are assembled by index.
+    """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring, on `device`.
 
-    A slot holds one frame (of any shape and type), how many of its patches count, the action taken on it, the clipped
-    reward, whether a life or the game ended there, and whether a stack starts there. A stack is blank (count 0) before
-    its start. Everything is on `device`, and no method waits for it.
-
-    Use, for each step: `append` the frame that is seen, act, `complete` it with what followed. After a truncation
-    `append` the game's last frame and call `truncate`. A slot is sampled only once its n-step return is known and
-    while its whole stack is still in the ring.
+    For each step `append` the frame that is seen, act, `complete` it with what followed; after a truncation `append`
+    the game's last frame and `truncate`. A stack is blank (count 0) before the first frame of its life. A slot has a
+    priority, so it can be drawn, from when its n-step return is known until its stack's oldest frame is overwritten.
     """
 
     def __init__(self, capacity, frame_shape, dtype, device, frame_stack=4, n_step=20, gamma=0.99, alpha=0.5):
-        self.capacity, self.frame_stack, self.n_step = capacity, frame_stack, n_step
-        self.gamma, self.alpha, self.device = gamma, alpha, device
+        self.capacity, self.n_step, self.gamma, self.alpha = capacity, n_step, gamma, alpha
         self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype, device=device)
-        self.counts = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(capacity, dtype=torch.int64, device=device)  # how many patches of a frame count
         self.actions = torch.full((capacity,), -1, device=device)  # -1: no action has been taken on this frame
         self.rewards = torch.zeros(capacity, device=device)
-        self.ended = torch.zeros(capacity, dtype=torch.bool, device=device)
-        self.starts = torch.zeros(capacity, dtype=torch.bool, device=device)
-        self.priorities = torch.zeros(capacity, dtype=torch.float64, device=device)  # p**alpha; 0: not to be sampled
+        self.ended = torch.zeros(capacity, dtype=torch.bool, device=device)  # a life or the game ended there
+        self.lives = torch.full((capacity,), -1, device=device)  # number of the life that a frame is of
+        self.priorities = torch.zeros(capacity, dtype=torch.float64, device=device)  # p**alpha; 0: not to be drawn
         self.largest = torch.ones((), dtype=torch.float64, device=device)  # the largest p**alpha so far
-        self.slot = -1  # the newest
-        self.waiting = deque()  # slots, oldest first, whose n-step return is not known yet
+        self.slot, self.life = -1, -1  # of the newest frame
+        self.unknown = []  # slots, oldest first, whose n-step return is not known yet
         self.past = torch.arange(1 - frame_stack, 1, device=device)  # -3, -2, -1, 0
         self.ahead = torch.arange(n_step, device=device)  # 0, 1, ..., n-1
-        self.after = torch.arange(1, frame_stack, device=device)  # 1, 2, 3
 
     def append(self, frame, count, starts):
-        """Store a frame of which `count` patches count; `starts`: the frames before it are another life's."""
-        self.slot = slot = (self.slot + 1) % self.capacity
-        # The oldest stacks reached back to the frame that is overwritten here: unless they start later, they are gone.
-        later = (slot + self.after) % self.capacity
-        reach = (~self.starts[later]).cumprod(0).bool()
-        self.priorities[later] = self.priorities[later].masked_fill(reach, 0.0)
-        now = slice(slot, slot + 1)  # a GPU is waited for where t[slot] = number, and not where t[now] = number
-        self.frames[now], self.counts[now], self.starts[now] = frame, count, starts
+        """Store a frame of which `count` patches count; `starts`: it is the first of another life."""
+        self.slot, self.life = (self.slot + 1) % self.capacity, self.life + bool(starts)
+        now = slice(self.slot, self.slot + 1)  # t[slot] = number would wait for a GPU, t[now] = number does not
+        # The frame that is overwritten here was the oldest of the stacks that end in the next slots of its life.
+        later = (self.slot - self.past[:-1]) % self.capacity
+        self.priorities[later] *= self.lives[later] != self.lives[now]
+        self.frames[now], self.counts[now], self.lives[now] = frame, count, self.life
         self.actions[now], self.rewards[now], self.ended[now], self.priorities[now] = -1, 0.0, False, 0.0
-        if len(self.waiting) == self.n_step:  # this frame is the one that the oldest of them bootstraps from
-            self.priorities[self.waiting.popleft()] = self.largest
+        if len(self.unknown) == self.n_step:  # the oldest of them has had its n steps and bootstraps from this frame
+            self.priorities[self.unknown.pop(0)] = self.largest
 
     def complete(self, action, reward, ended):
         """The newest frame's action, clipped reward, and whether a life or the game ended with it."""
         now = slice(self.slot, self.slot + 1)
         self.actions[now], self.rewards[now], self.ended[now] = action, reward, ended
-        self.waiting.append(self.slot)
+        self.unknown.append(self.slot)
         if ended:
             self.truncate()
 
     def truncate(self):
         """No step will follow the newest frame: the returns of all slots are known."""
-        while self.waiting:
-            self.priorities[self.waiting.popleft()] = self.largest
-
-    def state_dict(self):
-        """All that the replay holds, for a checkpoint."""
-        names = ("frames", "counts", "actions", "rewards", "ended", "starts", "priorities", "largest", "slot")
-        return {name: getattr(self, name) for name in names} | {"waiting": list(self.waiting)}
-
-    def load_state_dict(self, state):
-        """Put back what state_dict returned, tensors in place: the device never holds two of them."""
-        for name, value in state.items():
-            setattr(self, name, getattr(self, name).copy_(value) if torch.is_tensor(value) else value)
-        self.waiting = deque(self.waiting)
+        while self.unknown:
+            self.priorities[self.unknown.pop(0)] = self.largest
 
     def stacks(self, slots):
         """The observations that end in slots (B,): frames (B, F, *frame_shape), oldest first, and counts (B, F)."""
         window = (slots[:, None] + self.past) % self.capacity  # (B, F)
-        same_life = (~self.starts[window[:, 1:]]).flip(1).cumprod(1).flip(1)  # 0 before the latest start
-        return self.frames[window], self.counts[window] * F.pad(same_life, (0, 1), value=1)
+        return self.frames[window], self.counts[window] * (self.lives[window] == self.lives[slots][:, None])
 
     def sample(self, batch_size, beta, generator):
-        """Slots (B,), in proportion to p**alpha, one from each of B equal shares of the mass; weights (B,) float32.
-
-        The weights (1/P)**beta, over the batch's largest, correct for the uneven sampling: P is a slot's share.
-        """
-        # A cumulative sum and a binary search: at 100K to 400K slots as fast as a sum tree, and in one piece.
+        """Slots (B,), drawn in proportion to p**alpha, one from each of B equal shares of the mass, and weights (B,)
+        that correct for it: (1/P)**beta over the batch's largest, where P is a slot's share."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
-        share = torch.arange(batch_size, device=self.device, dtype=torch.float64)
-        share = share + torch.rand(batch_size, dtype=torch.float64, device=self.device, generator=generator)
-        at = torch.minimum(share / batch_size * mass[-1], mass[-1].nextafter(mass.new_zeros(())))
+        share = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
+        at = (share + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
+        at = at.minimum(mass[-1].nextafter(mass.new_zeros(())))  # below the whole mass
         slots = torch.searchsorted(mass, at, right=True)  # the first slot with more mass than that
-        # A GPU adds in another order, and might round onto an empty slot: that counts for nothing.
-        powered = self.priorities[slots]
-        weights = torch.where(powered > 0, powered**-beta, 0.0)
+        # A GPU adds in another order, and might round onto a slot of priority 0: that counts for nothing.
+        weights = torch.where(self.priorities[slots] > 0, self.priorities[slots] ** -beta, 0.0)
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
-        """For slots (B,): actions, sums of discounted rewards, discounts, and slots of the states to bootstrap from.
-
-        With m = min(n, steps to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or
-        0 where a life or the game ended on the way.
-        """
+        """For slots (B,): actions, returns, discounts, and slots of the states to bootstrap from. With m = min(n, steps
+        to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or 0 after an end."""
         window = (slots[:, None] + self.ahead) % self.capacity  # (B, n)
         goes_on = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # no end before the k-th step
         taken = goes_on * (self.actions[window] >= 0).cumprod(1)  # (B, n): 1 for k < m
@@ -1091,22 +629,17 @@ class Replay:
         return self.actions[slots], returns, self.gamma**steps * bootstraps, (slots + steps) % self.capacity
 
     def set_priorities(self, slots, priorities):
-        """New priorities p (B,), at least 1e-6, of slots (B,); where p is not finite, or no slot, the old one stays."""
-        powered, old = priorities.double().clamp(min=1e-6) ** self.alpha, self.priorities[slots]
-        powered = torch.where(powered.isfinite() & (old > 0), powered, old)
+        """New priorities p (B,), at least 1e-6, of slots (B,); a slot that cannot be drawn stays so."""
+        powered = priorities.double().clamp(min=1e-6) ** self.alpha * (self.priorities[slots] > 0)
         self.priorities[slots] = powered
         self.largest = torch.maximum(self.largest, powered.max())
 
 
 # ---------------------------------------------------------------------------------------------------------- 6. Agent
 
-
 class NoisyLinear(nn.Module):
-    """A linear layer with factorised Gaussian noise (Fortunato et al. 2018) in training mode, none in eval mode.
-
-    w = mu + sigma * f(e_out) f(e_in)^T and b = mu + sigma * f(e_out), with f(e) = sign(e) sqrt(|e|): one draw, by
-    `resample_noise`, is shared by the batch until the next.
-    """
+    """A linear layer with factorised Gaussian noise (Fortunato et al. 2018) in training mode, none in eval mode:
+    w = mu + sigma * f(e_out) f(e_in)^T and b = mu + sigma * f(e_out), with f(e) = sign(e) sqrt(|e|)."""
 
     def __init__(self, in_features, out_features, sigma0=0.5):
         super().__init__()
@@ -1127,21 +660,17 @@ class NoisyLinear(nn.Module):
     def forward(self, x):
         if not self.training:
             return F.linear(x, self.weight_mu, self.bias_mu)
-        # w x = mu x + f(e_out) * (sigma (f(e_in) * x)): the noisy weight itself is never formed.
-        noise = F.linear(x * self.noise_in, self.weight_sigma, self.bias_sigma) * self.noise_out
-        return F.linear(x, self.weight_mu, self.bias_mu) + noise
+        weight = self.weight_mu + self.weight_sigma * torch.outer(self.noise_out, self.noise_in)
+        return F.linear(x, weight, self.bias_mu + self.bias_sigma * self.noise_out)
 
 
 class SalientPatchTransformer(nn.Module):
     """Pools each frame's patches into one vector o_t and concatenates the stack's: (B, F, L, D), (B, F) -> (B, F*dim).
 
-    Table 13: a linear projection, then one pre-LN Transformer layer without residual connections. Its input is the
-    trainable [cls], shared by the frames, and the patches; o_t is the output's [cls] row (`pooling="cls"`) or the
-    mean of its patch rows (`"mean"`, Table 15; zeros where `"mask"` leaves none). Rows of a frame past its count are
-    padding (Table 14), whatever numbers they hold: read as zeros (`"zero"`), as a trainable [pad] (`"token"`), or
-    masked out before the softmax (`"mask"`; the paper zeroes their weights after it). The order of the patches does
-    not matter. A head is dim / heads wide: softmax(q K^T / sqrt(d)) V, with what is the same in all rows, or cancels,
-    taken out of it.
+    Table 13: a linear projection, then one pre-LN Transformer layer without residual connections over a trainable
+    [cls], shared by the frames, and the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows
+    (`"mean"`, Table 15). Rows past a frame's count are padding (Table 14): read as zeros (`"zero"`), as a trainable
+    [pad] (`"token"`), or masked out before the softmax (`"mask"`; the paper zeroes their weights after it).
     """
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
@@ -1153,40 +682,30 @@ class SalientPatchTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.norm1 = nn.LayerNorm(dim)
         self.query = nn.Linear(dim, dim)
-        self.key = nn.Linear(dim, dim, bias=False)  # a bias here adds the same to all scores: softmax ignores it
+        self.key = nn.Linear(dim, dim, bias=False)  # a bias here would add the same to all scores: softmax ignores it
         self.value = nn.Linear(dim, dim)
         self.output = nn.Linear(dim, dim)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def attend(self, embeddings, counts):
-        """Attention weights (B*F, H, T', 1+L) over x (B*F, 1+L, dim); T' is 1, [cls], or the L patches."""
+        """q (B*F, H, T', d), k and v (B*F, H, 1+L, d), and who may be looked at. T' is 1, [cls], or the L patches."""
         present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, F, L)
-        x = embeddings.to(self.project.weight.dtype) * present[..., None]
+        x = embeddings.float() * present[..., None]
         if self.padding == "token":
             x = x + self.pad * ~present[..., None]
         x = self.project(x).flatten(0, 1)  # (B*F, L, dim)
         x = self.norm1(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))
-        # Rows that are not read are not computed. As q.(W x) = (W^T q).x, the keys need not be formed either.
-        q = self.query(self.norm1(self.cls_token) if self.pooling == "cls" else x[:, 1:]).unflatten(2, (self.heads, -1))
-        q = torch.einsum("bthk,hkd->bhtd", q, self.key.weight.unflatten(0, (self.heads, -1)))  # (., H, T', dim)
-        q = q.flatten(1, 2) * (self.key.out_features / self.heads) ** -0.5
-        if self.pooling == "cls":  # it asks the same in every frame: one matrix product for all
-            scores = (x @ q[0].T).transpose(1, 2)  # (B*F, H, 1+L)
-        else:
-            scores = q @ x.transpose(1, 2)
-        if self.padding == "mask":
-            there = F.pad(present.flatten(0, 1), (1, 0), value=True)  # (B*F, 1+L)
-            scores = scores.masked_fill(~there[:, None], -math.inf)
-        return scores.softmax(2).unflatten(1, (self.heads, -1)), x
+        asking = x[:, :1] if self.pooling == "cls" else x[:, 1:]  # rows that are not read need not ask
+        q, k, v = (y.unflatten(2, (self.heads, -1)).transpose(1, 2)
+                   for y in (self.query(asking), self.key(x), self.value(x)))
+        mask = F.pad(present.flatten(0, 1), (1, 0), value=True)[:, None, None] if self.padding == "mask" else None
+        return q, k, v, mask
 
     def forward(self, embeddings, counts):
-        weights, x = self.attend(embeddings, counts)
-        looked = (weights.flatten(1, 2) @ x).unflatten(1, weights.shape[1:3])  # (B*F, H, T', dim)
-        # The weights sum to 1, so the mean of W x + b is W (mean of x) + b.
-        values = torch.einsum("bhtd,hkd->bthk", looked, self.value.weight.unflatten(0, (self.heads, -1)))
-        z = self.output(values.flatten(2) + self.value.bias)
-        z = self.mlp(self.norm2(z)).unflatten(0, counts.shape)  # (B, F, T', dim)
+        q, k, v, mask = self.attend(embeddings, counts)
+        looked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        z = self.mlp(self.norm2(self.output(looked))).unflatten(0, counts.shape)  # (B, F, T', dim)
         if self.pooling == "cls":
             return z.flatten(1)
         if self.padding != "mask":
@@ -1226,11 +745,9 @@ class RainbowNetwork(nn.Module):
 
 
 def project_distribution(probabilities, returns, discounts, support):
-    """Phi T Z (Bellemare et al. 2017, Eq. 7): returns + discounts * Z put back on the support, (B, Z).
-
-    Z has probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts are (B,). Each shifted atom
-    shares its mass between its two neighbours in proportion to closeness: a triangular kernel, so no index is rounded.
-    """
+    """Phi T Z (Bellemare et al. 2017, Eq. 7): returns + discounts * Z put back on the support, (B, Z), where Z has
+    probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts are (B,). Each shifted atom shares its
+    mass between its two neighbours in proportion to closeness: a triangular kernel, so no index is rounded."""
     spacing = support[1] - support[0]
     shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z): T z_j
     kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)  # (B, Z, Z): i takes from j
@@ -1238,10 +755,8 @@ def project_distribution(probabilities, returns, discounts, support):
 
 
 def c51_loss(online, target, states, actions, returns, discounts, next_states, weights):
-    """The weighted loss (a scalar) of B transitions, with KL(target || prediction) (B,) and the mean Q (a scalar).
-
-    States are (frames, counts); actions, returns, discounts and weights are (B,).
-    """
+    """The weighted loss of B transitions, KL(target || prediction) of each (B,), and their mean Q. States are (frames,
+    counts); actions, returns, discounts and weights are (B,)."""
     batch = torch.arange(len(actions), device=actions.device)
     with torch.no_grad():
         best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
@@ -1254,851 +769,330 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, w
 
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
-    """One update of the online network; returns tensors (0-dimensional): loss, q (mean), grad_norm and skipped.
-
-    skipped is 1 where the loss or the gradient is not finite: then neither weights nor priorities change, only the
-    random streams. `optimizer` is a fused one (another would take that step).
-    `loss_function` is c51_loss, or what torch.compile makes of it; in CUDA graphs the next call overwrites its results.
-    """
-    optimizer.zero_grad()
+    """One update of the online network; returns 0-dimensional tensors: loss, q_values (their mean), grad_norm. Raises
+    RuntimeError where a gradient is not finite. `loss_function` is c51_loss or what torch.compile makes of it."""
     slots, weights = replay.sample(batch_size, beta, generator)
-    actions, returns, discounts, next_slots = replay.returns(slots)
+    actions, returns, discounts, after = replay.returns(slots)
     online.resample_noise(generator)
     target.resample_noise(generator)
     loss, divergence, q = loss_function(online, target, replay.stacks(slots), actions, returns, discounts,
-                                        replay.stacks(next_slots), weights)
+                                        replay.stacks(after), weights)
+    optimizer.zero_grad()
     loss.backward()
-    grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm)
-    # A fused optimiser skips its step where found_inf is 1 (as for torch.amp.GradScaler): nobody waits to see it.
-    optimizer.found_inf = 1 - (loss.detach() + grad_norm).isfinite().float()
+    grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm, error_if_nonfinite=True)
     optimizer.step()
-    replay.set_priorities(slots, torch.where(optimizer.found_inf == 1, math.nan, divergence))
-    return {"loss": loss.detach(), "q": q, "grad_norm": grad_norm, "skipped": optimizer.found_inf}
+    replay.set_priorities(slots, divergence)
+    return {"loss": loss.detach(), "q_values": q, "grad_norm": grad_norm}
 
 
 # ----------------------------------------------------------------------------------------------------- 7. Evaluation
 
-
-def evaluate(network, look, make_env, seeds, frame_stack, epsilon, rng, device):
-    """Raw scores, a list, of one whole game for each of seeds (E,), all played at once by a network without noise.
-
-    `look(frames)` turns uint8 frames (B, H, W, 3) on the device into what the network reads of one, (frames (B, *),
-    counts (B,)). `make_env()` makes an environment of one game; each steps in a thread of its own, and a finished game
-    costs nothing. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost life does not blank
-    the stack. The network is left in the mode that it was in.
-    """
-    envs = [make_env() for _ in seeds]
-    observations = [env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)]
-    playing, scores, stacks, counts = list(range(len(envs))), [0.0] * len(envs), None, None
-    was_training = network.training
-    network.eval()
-    progress = tqdm(total=len(envs), desc="evaluating", unit="game")
-    while playing:
-        frames = torch.from_numpy(np.concatenate([observations[i][:, 0] for i in playing])).to(device)
-        seen, count = look(frames)
-        if stacks is None:  # before the game there is nothing to see: count 0
-            stacks = seen.new_zeros(len(envs), frame_stack, *seen.shape[1:])
-            counts = count.new_zeros(len(envs), frame_stack)
-        now = torch.tensor(playing, device=device)
-        stacks[now] = torch.cat([stacks[now, 1:], seen[:, None]], 1)
-        counts[now] = torch.cat([counts[now, 1:], count[:, None]], 1)
-        with torch.no_grad():
-            actions = network.q_values(stacks[now], counts[now]).argmax(1).cpu().numpy()
-        random = rng.integers(envs[0].single_action_space.n, size=len(playing))
-        actions = np.where(rng.random(len(playing)) < epsilon, random, actions)
-        for i, action in zip(playing, actions, strict=True):
-            envs[i].send(action[None])
-        for i in playing.copy():
-            observations[i], reward, terminated, truncated, info = envs[i].recv()
-            scores[i] += float(reward[0])
-            if (terminated[0] and info["lives"][0] == 0) or truncated[0]:
-                playing.remove(i)
-                envs[i].close()
-                progress.update()
-    progress.close()
-    network.train(was_training)
-    return scores
-
-
 @torch.no_grad()
-def watch_game(network, look, env, seed, frame_stack, device, max_steps=1000):
-    """Play a game (its first max_steps) without noise or random actions, for figures and videos, a step at a time.
+def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
+    """Play one whole game for each of seeds (E,), all at once in `envs` and without noise: (raw scores, moments).
 
-    Yields (uint8 frame, state that the network read, and whatever `look(frames)` returns beside (frames, counts)).
+    `look(frames)` turns an array of uint8 frames (B, H, W, 3) into what the network reads of one, frames (B, *) and
+    counts (B,), and more for figures. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
+    life does not blank the stack. Moments are the first game's first 1,000: (frame, state that is read, the more).
     """
-    was_training = network.training
     network.eval()
-    try:
-        observation, _ = env.reset(seed=seed)
-        stack, over, step = None, False, 0
-        while not over and step < max_steps:  # a policy may have learned to stand still
-            seen, count, *more = look(torch.from_numpy(observation[:, 0]).to(device))
-            if stack is None:
-                stack = [(torch.zeros_like(seen), torch.zeros_like(count))] * frame_stack
-            stack = stack[1:] + [(seen, count)]
-            state = [torch.stack(part, 1) for part in zip(*stack, strict=True)]
-            yield observation[0, 0].copy(), state, *more
-            action = network.q_values(*state).argmax(1).cpu().numpy()
-            observation, _, terminated, truncated, info = env.step(action)
-            over, step = (terminated[0] and info["lives"][0] == 0) or truncated[0], step + 1
-    finally:  # also where the game is not watched to its end
-        network.train(was_training)
+    observation, _ = envs.reset(seed=seeds)
+    scores, playing, moments, steps, played = np.zeros(len(seeds)), np.arange(len(seeds)), [], 0, 0
+    progress, began = tqdm(total=len(seeds), desc="evaluating", unit="game"), time.perf_counter()
+    while len(playing):
+        seen, count, *more = look(observation[playing, 0])
+        if steps == 0:  # before the game there is nothing to see: count 0
+            stacks = seen.new_zeros(len(seeds), frame_stack, *seen.shape[1:])  # (E, F, *)
+            counts = count.new_zeros(len(seeds), frame_stack)
+        stacks[playing] = torch.cat([stacks[playing, 1:], seen[:, None]], 1)
+        counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
+        if playing[0] == 0 and steps < 1000:
+            state = stacks[:1].clone(), counts[:1].clone()
+            moments.append((observation[0, 0].copy(), state, *(part[:1] for part in more)))
+        actions = rng.integers(envs.single_action_space.n, size=len(seeds))
+        best = network.q_values(stacks[playing], counts[playing]).argmax(1).cpu().numpy()
+        actions[playing] = np.where(rng.random(len(playing)) < epsilon, actions[playing], best)
+        observation, reward, terminated, truncated, info = envs.step(actions)
+        scores[playing] += reward[playing]
+        over = (truncated | terminated & (info["lives"] == 0))[playing]
+        steps, played = steps + 1, played + len(playing)
+        speed = f"{4 * played / (time.perf_counter() - began):.0f} frames/s, longest game {4 * steps} frames"
+        progress.set_postfix_str(speed, refresh=steps % 50 == 0)
+        progress.update(int(over.sum()))
+        playing = playing[~over]
+    progress.close()
+    envs.close()
+    network.train()
+    return scores.tolist(), moments
 
 
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
-    """Of the newest frame of a state (batch 1): the ids (list) of the selected patches and those of the attended ones.
-
-    The attended patches are the fewest that hold 60 % of the attention that [cls] (under mean pooling: the patches)
-    pays to the selected patches, averaged over the heads (Fig. 6). patch_ids is (1, L).
-    """
-    weights = trunk.attend(*state)[0][-1]  # (H, T', 1+L) of the newest frame
+    """Fig. 6: of the newest frame of a state (batch 1) two lists of ids: the selected patches, and the fewest of them
+    that hold 60 % of the attention that [cls] (under mean pooling: the patches) pays to them, averaged over the heads.
+    patch_ids is (1, L)."""
+    q, k, _, _ = trunk.attend(*state)
     selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
-    if trunk.padding == "mask":  # the rows of patches that are not there are not read
-        weights = weights[:, : len(selected)]
+    if trunk.padding == "mask":  # patches that are not there neither ask nor are looked at
+        q, k = q[:, :, : len(selected)], k[:, :, : 1 + len(selected)]
+    weights = (q[-1] @ k[-1].transpose(1, 2) / q.shape[3] ** 0.5).softmax(2)  # (H, T', 1+L) of the newest frame
     attention = weights.mean((0, 1))[1 : 1 + len(selected)]  # (K,)
     order = attention.argsort(descending=True)
-    mass = attention[order].cumsum(0) / attention.sum()
-    fewest = int((mass < 0.6).sum()) + 1
+    fewest = int((attention[order].cumsum(0) < 0.6 * attention.sum()).sum()) + 1
     return selected.tolist(), selected[order[:fewest]].tolist()
 
 
 def mark_patches(frame, selected, attended, side, zoom=4):
-    """The frame (H, W, 3) enlarged: selected patches in red squares, attended ones in orange and shaded yellow."""
+    """The frame (H, W, 3) enlarged, its selected patches in red squares and the attended ones of them in yellow."""
     picture = frame.repeat(zoom, 0).repeat(zoom, 1)
     size = len(picture) // side
-    for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 150, 0))):
+    for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):
         for i in ids:
-            row, column = i // side * size, i % side * size
-            patch = picture[row : row + size, column : column + size]  # a view: what is painted here stays
-            if colour != (255, 0, 0):
-                patch[:] = (patch * 0.6 + np.array([255, 230, 0]) * 0.4).astype(np.uint8)
+            patch = picture[i // side * size :, i % side * size :][:size, :size]  # a view: what is painted here stays
             patch[:2], patch[-2:], patch[:, :2], patch[:, -2:] = colour, colour, colour, colour
     return picture
 
 
-def draw_policy_attention(moments, side, path, columns=4):
-    """Fig. 6: what the policy looks at, in eight frames spread over a game's first 1,000 steps, as a PNG file."""
-    figure, axes = plt.subplots(2, columns, figsize=(3 * columns, 6.6), layout="constrained")
-    steps = np.linspace(0, len(moments) - 1, axes.size).astype(int)
-    for axis, step in zip(axes.flat, steps, strict=True):
-        frame, selected, attended = moments[step]
-        axis.imshow(mark_patches(frame, selected, attended, side))
-        axis.set_title(f"step {step}: {len(attended)} of {len(selected)} patches", fontsize=12)
+def draw_policy_attention(moments, side, path):
+    """Fig. 6: eight of the moments (frame, ids of the selected patches, ids of the attended ones), as a PNG file."""
+    figure = Figure(figsize=(12, 6.6), layout="constrained")
+    for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(moments) - 1, 8).astype(int)):
+        axis.imshow(mark_patches(*moments[step], side))
+        axis.set_title(f"step {step}: {len(moments[step][2])} of {len(moments[step][1])} patches", fontsize=12)
         axis.axis("off")
     figure.suptitle("Red: the patches that the agent sees. Yellow: those with 60 % of its attention", fontsize=14)
-    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=110))
-    plt.close(figure)
+    write_whole(path, partial(figure.savefig, dpi=110))
 
 
-def save_video(moments, side, path, frames_a_second=15):
-    """The game as a GIF file: moments of (frame (H, W, 3), ids of selected patches, ids of attended ones)."""
-    figure = plt.figure(figsize=(3.84, 3.84), dpi=100)
+def save_video(moments, side, path):
+    """All moments (frame, ids of the selected patches, ids of the attended ones) as a GIF file."""
+    figure = Figure(figsize=(3.84, 3.84))
     image = figure.add_axes((0, 0, 1, 1)).imshow(mark_patches(*moments[0], side))
-    image.axes.axis("off")
-
-    def write(temporary):
-        writer = PillowWriter(fps=frames_a_second)
-        with writer.saving(figure, temporary, dpi=100):
-            for moment in moments:
-                image.set_data(mark_patches(*moment, side))
-                writer.grab_frame()
-
-    write_whole(path, write)
-    plt.close(figure)
+    video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*moments[i], side)), len(moments))
+    write_whole(path, partial(video.save, writer=PillowWriter(fps=15)))
 
 
 # ---------------------------------------------------------------------------------------------------------- 8. Files
 
-
-def sync(path):
-    """Have a file, or the names in a folder, on the disk itself."""
-    number = os.open(path, os.O_RDONLY)
-    os.fsync(number)
-    os.close(number)
-
-
 def write_whole(path, write):
-    """Call `write(temporary_path)`, then rename the file to `path`: it is there whole or not at all.
+    """Call `write(temporary_path)`, then rename the file to `path`: a kill leaves it whole, or as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")  # the ending stays: some writers read the format off it
+    write(temporary)
+    os.replace(temporary, path)
 
-    Raises OSError, with the path and the reason, where it cannot be written; what was at `path` then still is.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # the ending stays: some writers read the format off it
+
+def read_checkpoint(path, device="cpu"):
+    """The dict in a .pt file; no code in it is run. Exits with status 2 where it is not one."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)  # which has the new name
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk, or a folder that is gone, into the latter
-        if "CUDA" in str(error):
-            raise
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise OSError(f"{path} cannot be written ({reason}); make room for it or give it back its folder") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-class Messages:
-    """sys.stdout or sys.stderr for a long run: where it cannot be written (a log on a full disk), nothing is lost."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-
-def one_line_for_files(kind, error, traceback):
-    """An excepthook: what went wrong with a file, or no memory, is one line; any other error its traceback."""
-    if issubclass(kind, OSError | MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        print(f"error: {(str(error) or kind.__name__).splitlines()[0]}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, traceback)
-
-
-def write_json(path, content):
-    """Write `content` to a JSON file, whole; paths become strings."""
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=2, default=str) + "\n"))
-
-
-def read_checkpoint(path, flag, kind="a checkpoint"):
-    """The content of a .pt file, tensors on the CPU, no code run from it. Exits with status 2 if it is damaged."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()  # torch.load takes a flipped byte without a word
-        if damaged:
-            raise ValueError(f"{damaged} in it is damaged")
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # read when it is used
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}")
-        return content
+            return dict(torch.load(path, map_location=device, weights_only=True))
     except Exception as error:  # a damaged or foreign file can fail in any way
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        fail(f"{flag} {path} is not {kind} ({reason}); give another")
-
-
-def package_versions():
-    """Versions of what a run's numbers depend on, a dict."""
-    packages = ("torch", "gymnasium", "ale-py", "numpy")
-    return {"python": platform.python_version(), **{package: version(package) for package in packages}}
-
-
-def cpu_settings():
-    """What else the last bits of a run on a CPU depend on, a dict."""
-    return {"CPU threads": torch.get_num_threads(), "CPU": torch.backends.cpu.get_cpu_capability()}
-
-
-class Curves:
-    """TensorBoard's event files in a folder. Where they cannot be written a run goes on, with a gap in its curves."""
-
-    def __init__(self, folder):
-        self.folder, self.writer = folder, None
-        self.flush()
-
-    def add_scalar(self, name, value, step):
-        """A point of a curve; it is dropped while the file cannot be written."""
-        self.attempt(lambda: self.writer and self.writer.add_scalar(name, value, step))
-
-    def flush(self):
-        """Everything to the file: to a new one where the last one failed or its folder is gone."""
-
-        def write():
-            if self.writer is None or not self.folder.is_dir():
-                self.writer = SummaryWriter(self.folder)
-            self.writer.flush()
-
-        self.attempt(write)
-
-    def attempt(self, write):
-        """Call `write()`; where that fails there is a warning, and no file until the next flush."""
-        try:
-            write()
-        except OSError as error:  # it comes from TensorBoard's thread, which has ended with it
-            print(f"warning: TensorBoard's curves cannot be written ({error}); they get a gap", file=sys.stderr)
-            self.writer = None
-
-
-def save_checkpoint(run_dir, curves, files, content):
-    """Write checkpoint.pt with the dict `content`, and how long the event files are at this moment.
-
-    Of `files`, {name: a function that writes it}, what somebody removed is written again. Where any of it cannot be
-    written there is a warning, the run goes on, and an earlier checkpoint stands.
-    """
-    try:
-        curves.flush()  # to a new file where the folder is gone
-        for name, write in files.items():
-            if not (run_dir / name).exists():
-                print(f"warning: {run_dir / name} is not there; it is written again", file=sys.stderr)
-                write()
-        events = {}
-        for path in run_dir.glob("events.*"):
-            sync(path)
-            events[path.name] = path.stat().st_size
-        content |= {"script": Path(__file__).stem, "versions": package_versions(), "events": events,
-                    "cpu_settings": cpu_settings()}
-        write_whole(run_dir / "checkpoint.pt", lambda temporary: torch.save(content, temporary))
-    except OSError as error:
-        print(f"warning: {error}; an earlier checkpoint, if there is one, stands", file=sys.stderr)
-
-
-def try_to_write(write):
-    """Call `write()`; where a file cannot be written, warn and go on: the run writes it again later."""
-    try:
-        write()
-    except OSError as error:
-        print(f"warning: {error}; the run goes on, and tries again later", file=sys.stderr)
-
-
-def new_run(run_dir, args):
-    """Make a run's folder with its args.json in it, both at one instant; returns `lock_run`'s file.
-
-    Exits with status 2 if that is impossible, and then leaves nothing of it.
-    """
-    fresh = run_dir.with_name(f".{os.getpid()}.{run_dir.name}")
-    try:
-        write_json(fresh / "args.json", plain_args(args))
-        lock = lock_run(fresh)
-        os.rename(fresh, run_dir)  # fails where another run was faster
-        sync(run_dir.parent)
-    except OSError as error:
-        reason = getattr(error.__cause__ or error, "strerror", None) or error
-        fail(f"--run-name: the new folder {run_dir} cannot be made ({reason}); give another name, or make room for it")
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return lock
-
-
-def lock_run(run_dir):
-    """Keep other processes off an unfinished run while this one lives: returns the file that holds the lock.
-
-    Exits with status 2 if another process is at it, or it is finished.
-    """
-    try:
-        lock = open(run_dir / "args.json", "r+")  # to be written, or NFS would not lock it
-    except OSError as error:
-        fail(f"--resume {run_dir} cannot be written ({error.strerror}); make that possible")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"--resume {run_dir} is a run that is going on in another process; wait for its end, or stop it")
-    except OSError:
-        pass  # a file system without locks
-    if (run_dir / "results.json").exists():
-        fail(f"--resume {run_dir} is a finished run: its results.json is there; start a new one")
-    return lock
-
-
-def load_checkpoint(run_dir, args, device):
-    """The content of an unfinished run's checkpoint.pt, {} where it had none yet.
-
-    Exits with status 2 if it is damaged, or of another script, other arguments, versions or kind of device: the run
-    would go on differently. Only the last bits differ with another CPU or number of threads: that is a warning.
-    """
-    path = run_dir / "checkpoint.pt"
-    if not path.exists():
-        print(f"{run_dir} has no checkpoint yet: the run begins anew")
-        return {}
-    content = read_checkpoint(path, "--resume")
-    here = {"script": Path(__file__).stem, "device_type": device.type, **plain_args(args), **package_versions()}
-    there = {"script": content.get("script"), "device_type": content.get("device_type")}
-    for part in ("args", "versions"):
-        there |= content[part] if isinstance(content.get(part), dict) else {}
-    for name, value in here.items():
-        if there.get(name) != value:
-            fail(f"--resume {run_dir}: its checkpoint.pt has {name} {there.get(name)}, and this is {value}; resume "
-                 f"with what started it")
-    then = content["cpu_settings"] if isinstance(content.get("cpu_settings"), dict) else {}
-    for name, value in cpu_settings().items():
-        if device.type == "cpu" and then.get(name) != value:
-            print(f"warning: {name}: {then.get(name)} when the run stopped, {value} now; it goes on, but not bit for "
-                  "bit as it would have", file=sys.stderr)
-    return content
-
-
-def cut_curves(run_dir, events):
-    """Cut off what TensorBoard got after the checkpoint with these `events`, for it will come again.
-
-    What is left of files that were being written is swept up too.
-    """
-    for file in run_dir.glob("events.*"):
-        if file.name in events:
-            os.truncate(file, min(events[file.name], file.stat().st_size))
-        else:
-            file.unlink()
-    for file in run_dir.rglob(".[0-9]*.*"):
-        file.unlink()
-
-
-class Signals:
-    """SIGINT and SIGTERM: `number` holds the one that waits for the step in progress, and 0 while there is none.
-
-    While `at_once` is true, as at first, and at the second signal, they end the program where it stands.
-    """
-
-    def __init__(self):
-        self.number, self.at_once, self.run_dir = 0, True, None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.receive)
-
-    def receive(self, number, frame):
-        waiting, self.number = self.number, number
-        if self.at_once or waiting:
-            self.stop(number)
-
-    def stop_at_once(self):
-        """From here on they end the program where it stands; one that waits does so now."""
-        self.at_once = True
-        if self.number:
-            self.stop(self.number)
-
-    def stop(self, number):
-        """End the program, with the way to go on where there is a run."""
-        if self.run_dir:
-            with contextlib.suppress(OSError):  # no print: the signal may have come in the middle of one
-                os.write(2, f"\nstopped; go on with --resume {self.run_dir}\n".encode())
-        sys.exit(128 + number)
+        fail(f"{path} is not a checkpoint ({(str(error) or type(error).__name__).splitlines()[0]}); give another")
 
 
 def mae_sizes(args):
     """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
-    return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
-            "encoder_depth": args.encoder_depth, "encoder_heads": args.encoder_heads, "decoder_dim": args.decoder_dim,
-            "decoder_depth": args.decoder_depth, "decoder_heads": args.decoder_heads}
+    return {name: getattr(args, name) for name in ("image_size", "patch_size", "encoder_dim", "encoder_depth",
+                                                   "encoder_heads", "decoder_dim", "decoder_depth", "decoder_heads")}
 
 
-def plain_args(args):
-    """`args` as a dict of plain values, which `torch.load(weights_only=True)` and JSON both take; without --resume.
-
-    Paths are absolute, since a run may be resumed from another folder.
-    """
-    return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in vars(args).items()
-            if name != "resume"}
-
-
-def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt: model, sizes, env_id, args (of the run that writes it), and salient_counts.
-
-    The last is a dict of K of the pre-training frames (`counts`; of the paper's games perhaps not of each frame) and
-    the slope they were counted at (`lorenz_slope`), or None where nobody counted: without them a game that is not one
-    of the paper's four needs --max-ratio.
-    """
-    content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": plain_args(args),
-               "salient_counts": salient_counts}
-    write_whole(path, lambda temporary: torch.save(content, temporary))
+def save_mae(path, mae, args, counts):
+    """Write mae.pt; `counts` is K of the pre-training frames (n,), without a maximum, or None."""
+    write_whole(path, partial(torch.save, {
+        "model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args),
+        "salient_counts": None if counts is None else {"counts": counts, "lorenz_slope": args.lorenz_slope}}))
 
 
 def load_mae(path, mae, args):
-    """Load a checkpoint into `mae` in place; returns its `salient_counts`, or None. Exits with status 2 if it is wrong.
-
-    Takes mae.pt and what facebookresearch/mae and the authors' code save: {"model": state dict, "args": Namespace}.
-    """
-    content = read_checkpoint(path, "--mae-checkpoint", "a MAE checkpoint")
+    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place. Exits with status 2 if
+    it does not fit. Returns K of its pre-training frames (n,), or None where nobody counted at this --lorenz-slope."""
+    content = read_checkpoint(path)
+    for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
+        if value != getattr(args, name):
+            fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
-        state = content["model"]
-        shapes = {name: tuple(value.shape) for name, value in state.items()}
-        sizes = dict(content.get("sizes", {}))
-        salient_counts = content.get("salient_counts")
-        if salient_counts is not None:
-            salient_counts = {"counts": salient_counts["counts"].clone(),  # the file may change
-                              "lorenz_slope": salient_counts["lorenz_slope"]}
-    except Exception as error:  # a damaged or foreign file can fail in any way
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        fail(f"--mae-checkpoint {path} is not a MAE checkpoint ({reason}); give a mae.pt")
-    if content.get("env_id", args.env_id) != args.env_id:
-        fail(f"--mae-checkpoint {path} is of {content['env_id']}; give --env-id {content['env_id']} or another file")
-    for name, value in sizes.items():
-        if value != mae_sizes(args).get(name):
-            fail(f"--mae-checkpoint {path} has {name} {value}; give --{name.replace('_', '-')} {value}")
-    wanted = {name: tuple(value.shape) for name, value in mae.state_dict().items()}
-    for name in wanted | shapes:
-        if shapes.get(name) != wanted.get(name):
-            fail(f"--mae-checkpoint {path}: {name} is {shapes.get(name, 'missing')} there and "
-                 f"{wanted.get(name, 'missing')} here; give the size flags that it was trained with")
-    mae.load_state_dict(state)
-    return salient_counts
-
-
-# ----------------------------------------------------------------------------------------------------------- 9. Main
+        mae.load_state_dict(content["model"])
+    except (KeyError, RuntimeError) as error:
+        fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
+    counted = content.get("salient_counts") or {}
+    return counted.get("counts") if counted.get("lorenz_slope") == args.lorenz_slope else None
 
 
 def keep_freed_memory():
-    """Have glibc (Linux's C library) keep the memory that is freed, for the next step.
-
-    By default it gives large pieces back to the system, and each step waits until they have come again, page by page:
-    some three tenths of the time of DE-Rainbow's update, a ninth of the error map's. It keeps up to 1 GiB that is
-    free. Elsewhere this does nothing.
-    """
-    with contextlib.suppress(AttributeError, OSError):
+    """Have glibc keep up to 1 GiB of freed memory for the next step, or each step waits until the system gives it."""
+    if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger ones are apart from the heap
+        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are apart from the heap
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that the heap may have free
 
 
-@torch.no_grad()
-def count_salient_patches(error_map, frames, lorenz_slope, device, batch_size=64):
-    """K of each of the uint8 frames (n, H, W, 3), without a maximum: an int64 tensor (n,) on the CPU."""
-    counts = []
-    for start in tqdm(range(0, len(frames), batch_size), "salient patches", unit_scale=batch_size, unit="frame"):
-        errors = error_map(torch.from_numpy(frames[start : start + batch_size]).to(device))
-        counts.append(select_salient_patches(errors, errors.shape[1], lorenz_slope)[1].cpu())
-    return torch.cat(counts)
-
-
-@torch.no_grad()
-def look_at_patches(mae, error_map, frames, max_patches, lorenz_slope, clock=contextlib.nullcontext):
-    """What the agent sees of uint8 frames (B, H, W, 3): embeddings (B, L, D) float16, counts (B,), patch_ids (B, L)."""
-    with clock("error map"):
-        errors = error_map(frames)
-    with clock("encode"):
-        patch_ids, count = select_salient_patches(errors, max_patches, lorenz_slope)
-        return encode_patches(mae, frames, patch_ids, count).half(), count, patch_ids
-
-
+# ----------------------------------------------------------------------------------------------------------- 9. Main
 if __name__ == "__main__":
-    sys.stdout, sys.stderr = (Messages(stream or open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr))
-    sys.excepthook = one_line_for_files
-    # TensorBoard's thread: where it fails to write, Curves says so.
-    threading.excepthook = lambda failed: issubclass(failed.exc_type, OSError) or threading.__excepthook__(failed)
-    signals = Signals()
     args = parse_args()
     check_args(args)
     device = pick_device(args.device)
     keep_freed_memory()
-    ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, 0.95)  # for another game mr* is not known yet
-    all_patches = (args.image_size // args.patch_size) ** 2
-    patches = ratio_to_patches(ratio, all_patches)
-    check_memory({"--buffer-size": args.buffer_size * (patches * args.encoder_dim * 2 + 30),
-                  "--error-cache-size": args.error_cache_size * 26,  # training's, and for a while an evaluation's
-                  "--image-size": 8 * all_patches * (all_patches + 1) * args.decoder_dim}, device)  # ErrorMapCache's
-    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if args.compile:
-        check_compiler(device)
-    seconds = defaultdict(float)  # wall seconds by phase
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    name = f"{args.env_id[4:].split('-')[0]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.resume or Path("runs", args.run_name or name))
+    max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id)  # None: mr* of the pre-training frames
 
-    @contextlib.contextmanager
-    def clock(phase):
-        start = time.perf_counter()
-        yield
-        seconds[phase] += time.perf_counter() - start
-
-    game_name = args.env_id.removeprefix("ALE/").removesuffix("-v5")
-    name = args.run_name or f"{game_name}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-    run_dir = args.resume or Path("runs") / name
-    lock = lock_run(run_dir) if args.resume else None
-    checkpoint = load_checkpoint(run_dir, args, device) if args.resume else {}
-    training = checkpoint.pop("training", None)  # None where training has not begun
-    pretrained = bool(training or args.mae_checkpoint)
-    if not pretrained:
-        check_memory({"--mae-frames": (num_frames + HELD_OUT_FRAMES) * args.image_size**2 * 3}, torch.device("cpu"))
-
-    # The masked auto-encoder, loaded or still to be trained.
+    # The auto-encoder: this run's own, the one that is given, or one to pre-train. That is done when mae.pt is there.
     torch.manual_seed(args.seed)
-    with torch.device(device):
-        mae = MaskedAutoencoder(**mae_sizes(args))
-    slope = args.lorenz_slope if args.selection == "dynamic" else None
-    salient_counts = None
-    if training:
-        mae.load_state_dict(training["mae"])
-        salient_counts = copy.deepcopy(training["salient_counts"])
-    elif args.mae_checkpoint:
-        salient_counts = load_mae(args.mae_checkpoint, mae, args)
-    max_ratio = args.max_ratio if args.max_ratio is not None else PAPER_MAX_RATIO.get(args.env_id)
-    counted_here = salient_counts is not None and salient_counts["lorenz_slope"] == args.lorenz_slope
-    if max_ratio is None and pretrained and not counted_here:
-        fail(f"--mae-checkpoint {args.mae_checkpoint} has no salient counts at slope {args.lorenz_slope}, "
-             f"and {args.env_id} no ratio in the paper; give --max-ratio")
-
-    if not args.resume:
-        lock = new_run(run_dir, args)
+    mae, counts = MaskedAutoencoder(**mae_sizes(args)).to(device), None
+    given = run_dir / "mae.pt" if (run_dir / "mae.pt").exists() else args.mae_checkpoint
+    if given:
+        counts = load_mae(given, mae, args)
+        if counts is None and max_ratio is None:
+            fail(f"{given} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
+    if not args.resume:  # from here on things are created
+        run_dir.mkdir(parents=True)
+        write_whole(run_dir / "args.json", lambda path: path.write_text(json.dumps(vars(args), indent=2)))
     print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
-    files = {"args.json": lambda: write_json(run_dir / "args.json", plain_args(args))}  # what --resume needs
-    signals.run_dir = run_dir
-    if args.resume:
-        cut_curves(run_dir, checkpoint.get("events", {}))
-    curves = Curves(run_dir)
-    seconds.update(checkpoint.get("seconds", {}))
-
-    def pause(phase, state, due):
-        """Save a checkpoint if one is due or a signal waits, and end the run if one does."""
-        number = signals.number  # one that comes later waits for the next pause
-        if due or number:
-            with clock("checkpoint"):
-                save_checkpoint(run_dir, curves, files, {phase: state(), "seconds": dict(seconds),
-                                                         "args": plain_args(args), "device_type": device.type})
-        if number:
-            signals.stop(number)
-
-    def pause_pretraining(state, due):
-        seconds["pretrain"] = time.perf_counter() - pretraining_began - seconds["checkpoint"]
-        pause("pretraining", state, due)
-
-    if not pretrained:
-        with clock("collect"):
-            frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
-        signals.at_once = False
-        pretraining_began = time.perf_counter() - seconds["pretrain"] - seconds["checkpoint"]  # as if uninterrupted
-        pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, curves.add_scalar,
-                     checkpoint.get("pretraining"), pause_pretraining)
-        signals.stop_at_once()
+    if not given:
+        num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+        frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
+        pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, run_dir / "mae")
     mae.eval().requires_grad_(False)
-    files["mae.pt"] = lambda: save_mae(run_dir / "mae.pt", mae, args, salient_counts)
-    if not training:
-        try_to_write(files["mae.pt"])  # what took long is safe before anything else is done
-    error_map = ErrorMapCache(mae, args.error_cache_size)
-    if not pretrained:
-        with clock("count salient patches"):  # which also fills the table with what random play shows
-            # mr* is over all frames. The paper's games need none: some 5,000, spread over them, are enough.
-            stride = max(1, num_frames // 5000) if args.env_id in PAPER_MAX_RATIO else 1
-            counts = count_salient_patches(error_map, frames[:num_frames:stride], args.lorenz_slope, device)
-        salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
-        try_to_write(files["mae.pt"])
-        del frames
-    if max_ratio is None:
-        max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
-    max_patches = ratio_to_patches(max_ratio, mae.num_patches)
-    print(f"at most {max_patches} of {mae.num_patches} patches a frame (ratio {max_ratio})", end="")
-    if (counted_here or not pretrained) and args.selection == "dynamic":
-        more = (salient_counts["counts"] > max_patches).double().mean()
-        print(f"; {more:.0%} of the pre-training frames have more salient ones", end="")
-    print()
+    if counts is None and max_ratio is None:
+        counts = count_salient_patches(mae, frames[:num_frames], args.lorenz_slope)
+    if not (run_dir / "mae.pt").exists():
+        save_mae(run_dir / "mae.pt", mae, args, counts)
+    (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
+    max_patches = ratio_to_patches(max_ratio or ideal_max_ratio(counts, mae.num_patches), mae.num_patches)
 
     # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
     torch.manual_seed(args.seed)
     envs = make_envs(args, 1)
-    atexit.register(vars(envs).clear)  # the emulator goes before Python does, or ale-py reports a leak
     num_actions = int(envs.single_action_space.n)
-
-    def make_network():
-        with torch.device(device):
-            trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads, args.padding,
-                                            args.pooling)
-            return RainbowNetwork(trunk, args.frame_stack * args.agent_dim, num_actions, args.hidden_size,
-                                  args.num_atoms, args.v_min, args.v_max, args.noisy_std)
-
-    online, target = make_network(), make_network().requires_grad_(False)
+    online, target = (RainbowNetwork(
+        SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads, args.padding, args.pooling),
+        args.frame_stack * args.agent_dim, num_actions, args.hidden_size, args.num_atoms, args.v_min, args.v_max,
+        args.noisy_std).to(device) for _ in range(2))
     target.load_state_dict(online.state_dict())
     optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     replay = Replay(args.buffer_size, (max_patches, args.encoder_dim), torch.float16, device, args.frame_stack,
                     args.n_step, args.gamma, args.priority_exponent)
-    loss_function = c51_loss
-    if args.compile:  # all shapes are fixed: one compilation, and on a GPU one graph to launch
-        mode = "reduce-overhead" if device.type == "cuda" else "default"
-        loss_function = torch.compile(c51_loss, mode=mode, dynamic=False)
-    action_rng = np.random.default_rng([args.seed, ACT])
+    error_map = ErrorMapCache(mae, args.error_cache_size)
+    slope = args.lorenz_slope if args.selection == "dynamic" else None
+    look = partial(look_at_patches, mae, error_map, max_patches, slope)
+    loss_function = torch.compile(c51_loss, dynamic=False) if args.compile else c51_loss
+    random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
+    # What has happened so far. The emulator's state is where the game's seed and its `actions` lead.
+    run = SimpleNamespace(step=0, updates=0, games=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
-    def remember(observation, starts):
-        """Store what the agent sees of an observation (1, 1, H, W, 3)."""
-        frames = torch.from_numpy(observation[:, 0]).to(device)
-        embeddings, count, _ = look_at_patches(mae, error_map, frames, max_patches, slope, clock)
-        with clock("store"):
-            replay.append(embeddings[0], count[0], starts)
+    # Begin, or go on from the checkpoint.
+    saved = {"online": online, "target": target, "optimizer": optimizer, "error_map": error_map}
+    if resumed := (run_dir / "checkpoint.pt").exists():
+        checkpoint = read_checkpoint(run_dir / "checkpoint.pt", device)
+        for name, part in saved.items():
+            part.load_state_dict(checkpoint[name])
+        vars(replay).update(checkpoint["replay"])
+        generator.set_state(checkpoint["generator"].cpu())
+        run = SimpleNamespace(**checkpoint["run"])
+    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, run.games))
+    for action in run.actions:
+        observation, *_ = envs.step(np.array([action]))
+    if resumed and not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
+        fail(f"--resume {run_dir}: the game is not where it was at step {run.step}; resume with the same ale-py")
+    writer = SummaryWriter(run_dir, purge_step=run.step)  # what came after the checkpoint comes again
+    if not resumed:
+        replay.append(*look(observation[:, 0])[:2], starts=True)
+        rows = "".join(f"\n|{name}|{value}|" for name, value in vars(args).items())
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
 
-    def evaluation_scores():
-        """Raw scores of --eval-episodes games: the same games each time, so evaluations differ by the weights alone."""
-        apart = ErrorMapCache(mae, args.error_cache_size, behind=error_map)
-        seeds = game_seeds(args.seed, EVALUATE, num=args.eval_episodes)
-        return evaluate(online, lambda frames: look_at_patches(mae, apart, frames, max_patches, slope)[:2],
-                        lambda: make_envs(args, 1), seeds, args.frame_stack, args.eval_epsilon,
-                        np.random.default_rng([args.seed, EVALUATE]), device)
+    began, since = time.perf_counter() - run.seconds, time.perf_counter()
+    progress = tqdm(range(run.step, args.total_timesteps + 1), "training", initial=run.step, unit="step")
+    for step in progress:  # `step` steps have been taken
+        # Save and evaluate. Nothing of this step exists yet, so a run that is resumed here repeats it whole.
+        due = step == args.total_timesteps or step > 0 and args.eval_frequency and step % args.eval_frequency == 0
+        if step > run.step and (due or args.checkpoint_frequency and step % args.checkpoint_frequency == 0):
+            writer.flush()
+            run.step, run.seconds = step, time.perf_counter() - began
+            checkpoint = {name: part.state_dict() for name, part in saved.items()} | {
+                "replay": vars(replay), "generator": generator.get_state(), "run": vars(run),
+                "observation": torch.from_numpy(observation)}
+            write_whole(run_dir / "checkpoint.pt", partial(torch.save, checkpoint))
+        if due:  # always the same games, so that evaluations differ by the weights alone
+            apart = ErrorMapCache(mae, args.error_cache_size, known=error_map.errors)
+            scores, moments = evaluate(
+                online, partial(look_at_patches, mae, apart, max_patches, slope), make_envs(args, args.eval_episodes),
+                game_seeds(args.seed, EVALUATE, num=args.eval_episodes), args.frame_stack, args.eval_epsilon,
+                np.random.default_rng([args.seed, EVALUATE]))
+            writer.add_scalar("eval/mean", np.mean(scores), step)
+            writer.add_scalar("eval/median", np.median(scores), step)
+            run.evaluations.append({"step": step, "scores": scores, "median": float(np.median(scores))})
+            best = max(run.evaluations, key=lambda evaluation: evaluation["median"])  # the first of equals
+            if best["step"] == step:  # so far it is the one to report
+                write_whole(run_dir / "agent.pt", partial(torch.save, {
+                    "model": online.state_dict(), "env_id": args.env_id, "args": vars(args), "step": step,
+                    "max_patches": max_patches}))
+                moments = [(frame, *attended_patches(online.trunk, *seen)) for frame, *seen in moments]
+                draw_policy_attention(moments, mae.side, run_dir / "figures" / "policy_attention.png")
+                if args.capture_video:
+                    save_video(moments, mae.side, run_dir / "videos" / "policy.gif")
+        if step == args.total_timesteps:
+            break
 
-    step, games, score, length, updates, recent, evaluations = 0, 0, 0.0, 0, 0, deque(maxlen=10), []
-    best_median, best_weights, training_scores = -math.inf, None, []
-    actions_played = []  # in the current game: the emulator's state is where they lead from the game's seed
-
-    def training_state():
-        """Everything that training needs to go on from here (the networks' noise included)."""
-        return {
-            "online": online.state_dict(), "target": target.state_dict(), "optimizer": optimizer.state_dict(),
-            "replay": replay.state_dict(), "generator": generator.get_state(),
-            "action_rng": action_rng.bit_generator.state,
-            "counters": (step, games, score, length, updates, list(recent), evaluations, best_median, training_scores),
-            "best_weights": best_weights, "actions_played": actions_played,
-            "observation": torch.from_numpy(observation),
-            "mae": mae.state_dict(), "salient_counts": salient_counts, "error_map": error_map.state_dict(),
-            "misses": (misses_before, logged_misses),
-        }
-
-    misses_before = logged_misses = error_map.misses
-    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
-    if training is None:
-        remember(observation, starts=True)
-    else:
-        error_map.load_state_dict(training["error_map"])
-        misses_before, logged_misses = training["misses"]
-        online.load_state_dict(training["online"])
-        target.load_state_dict(training["target"])
-        optimizer.load_state_dict(copy.deepcopy(training["optimizer"]))  # it keeps what it gets
-        replay.load_state_dict(training["replay"])
-        generator.set_state(training["generator"])
-        action_rng.bit_generator.state = training["action_rng"]
-        step, games, score, length, updates, latest, evaluations, best_median, training_scores = training["counters"]
-        recent.extend(latest)
-        best_weights, actions_played = copy.deepcopy(training["best_weights"]), training["actions_played"]
-        observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
-        for action in actions_played:
-            observation, *_ = envs.step(np.array([action]))
-        if not np.array_equal(observation, training["observation"].numpy()):
-            sys.exit(f"error: --resume {run_dir}: the game does not come back to where it was at step {step} "
-                     f"(ale-py {version('ale-py')}, as then); the checkpoint is of another game or machine")
-        print(f"going on from step {step}")
-        training = None  # the file is free to be replaced
-
-    def evaluation_is_due():
-        return step > 0 and (step == args.total_timesteps or args.eval_frequency and step % args.eval_frequency == 0)
-
-    def evaluate_now():
-        """Evaluate, and keep the weights that the report will be about. A signal ends the program at once."""
-        global best_median, best_weights
-        signals.stop_at_once()
-        with clock("evaluate"):
-            scores = evaluation_scores()
-        signals.at_once = False
-        evaluations.append({"step": step, "scores": scores})
-        curves.add_scalar("eval/mean", np.mean(scores), step)
-        curves.add_scalar("eval/median", np.median(scores), step)
-        if not args.eval_frequency or np.median(scores) > best_median:
-            best_median = float(np.median(scores))
-            best_weights = {name: value.cpu().clone() for name, value in online.state_dict().items()}
-
-    if evaluation_is_due() and (not evaluations or evaluations[-1]["step"] < step):
-        evaluate_now()  # the run was stopped in it: the checkpoint is written before
-    signals.at_once = False  # from here on a step is finished and saved first
-    pause("training", training_state, due=step == 0)
-    # `skipped` is 1 where the last update was not finite, and so was not taken. A GPU is not waited for to learn that:
-    # it comes with the next action, so the loop stops before that step; only where something is to be saved it asks.
-    skipped = torch.zeros((), device=device)
-    logged_at, logged_step = time.perf_counter(), step
-    progress = tqdm(range(step + 1, args.total_timesteps + 1), "training", unit="step", smoothing=0.02, initial=step,
-                    total=args.total_timesteps)
-    for step in progress:
-        if step <= args.learning_starts:
-            action = action_rng.integers(num_actions, size=1)
+        if step < args.learning_starts:
+            action = int(random_actions[step])
         else:
-            with clock("act"), torch.no_grad():
-                state = replay.stacks(torch.full((1,), replay.slot, device=device))
-                best = online.q_values(*state).argmax(1)
-                action, stop = torch.stack([best, skipped[None].long()]).cpu().numpy()  # a GPU is waited for once
-            if stop[0]:
-                step -= 1  # the last whole one
-                break
+            with torch.no_grad():  # greedy: its noise explores
+                action = int(online.q_values(*replay.stacks(torch.tensor([replay.slot], device=device))).argmax())
 
-        with clock("environment"):
-            observation, reward, terminated, truncated, info = envs.step(action)
-        score, length = score + float(reward[0]), length + 1
-        actions_played.append(int(action[0]))
-        ended = bool(terminated[0])  # a life or the game: no reward after it counts
-        over = (ended and info["lives"][0] == 0) or bool(truncated[0])
-        with clock("store"):
-            replay.complete(int(action[0]), float(np.clip(reward[0], -1, 1)), ended)  # Table 9: clipped to [-1, 1]
-        if truncated[0] and not ended:  # cut off, not ended: the last state still has a value
-            remember(observation, starts=False)
+        observation, reward, terminated, truncated, info = envs.step(np.array([action]))
+        ended, cut_off = bool(terminated[0]), bool(truncated[0])  # a life or the game ended; the game was cut off
+        over = cut_off or ended and info["lives"][0] == 0
+        run.score += float(reward[0])
+        run.actions.append(action)
+        replay.complete(action, float(np.clip(reward[0], -1, 1)), ended)  # Table 9: rewards are clipped to [-1, 1]
+        if cut_off and not ended:  # the game's last state still has a value
+            replay.append(*look(observation[:, 0])[:2], starts=False)
             replay.truncate()
         if over:
-            games += 1
-            recent.append(score)
-            training_scores.append((step, score))
-            curves.add_scalar("charts/episodic_return", score, step)
-            curves.add_scalar("charts/episodic_length", length, step)
-            score, length, actions_played = 0.0, 0, []
-            with clock("environment"):  # a seeded reset in place of the automatic one
-                observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, games))
-        remember(observation, starts=ended or over)
+            writer.add_scalar("charts/episodic_return", run.score, step)
+            writer.add_scalar("charts/episodic_length", len(run.actions), step)
+            progress.set_postfix(score=run.score, games=run.games + 1)
+            run.scores.append((step, run.score))
+            run.games, run.score, run.actions = run.games + 1, 0.0, []
+            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, run.games))  # in place of the automatic one
+        replay.append(*look(observation[:, 0])[:2], starts=ended or over)
 
-        if step > args.learning_starts and step % args.train_frequency == 0:
+        if step >= args.learning_starts and step % args.train_frequency == 0:
             past = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
             beta = args.priority_weight + (1 - args.priority_weight) * past
-            with clock("update"):
-                metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator,
-                                loss_function)
-            skipped = metrics.pop("skipped")
-            updates += 1
-            if updates % args.target_update_frequency == 0:
+            metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator,
+                            loss_function)
+            run.updates += 1
+            if run.updates % args.target_update_frequency == 0:
                 target.load_state_dict(online.state_dict())
-            if updates % 100 == 0:
+            if run.updates % 100 == 0:
                 for name, value in metrics.items():
-                    curves.add_scalar({"q": "charts/q"}.get(name, f"losses/{name}"), value.item(), step)
+                    writer.add_scalar(f"losses/{name}", value.item(), step)
+        if step % 100 == 99:
+            writer.add_scalar("charts/SPS", 100 / (time.perf_counter() - since), step)
+            writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)
+            writer.add_scalar("charts/cache_misses", error_map.misses, step)
+            since = time.perf_counter()
 
-        if step % 100 == 0:
-            now = time.perf_counter()
-            curves.add_scalar("charts/steps_per_second", (step - logged_step) / (now - logged_at), step)
-            curves.add_scalar("charts/K", int(replay.counts[replay.slot]), step)
-            misses = (error_map.misses - logged_misses) / 100
-            curves.add_scalar("cache/misses_per_frame", misses, step)
-            curves.add_scalar("cache/hit_rate", 1 - misses / mae.num_patches, step)
-            curves.add_scalar("cache/entries", len(error_map), step)
-            logged_at, logged_step = now, step
-            logged_misses = error_map.misses
-            progress.set_postfix(score=f"{np.mean(recent):.0f}" if recent else "-", games=games)
-
-        due = evaluation_is_due() or args.checkpoint_frequency and step % args.checkpoint_frequency == 0
-        if (due or signals.number) and skipped:
-            break
-        pause("training", training_state, due)
-        if evaluation_is_due():
-            paused_at = time.perf_counter()
-            evaluate_now()
-            logged_at += time.perf_counter() - paused_at  # steps a second are training's
-    if skipped:
-        updates -= 1
-        with contextlib.suppress(SystemExit):  # of a signal that waits
-            pause("training", training_state, due=True)
-        sys.exit(f"error: the loss or its gradient is not finite at step {step}, so that update is not taken; start "
-                 "anew with a smaller --learning-rate, or --resume without it")
+    # The report.
     envs.close()
-    curves.flush()
-
-    # The report. It can be made again.
-    signals.stop_at_once()
-    reported = max(evaluations, key=lambda e: np.median(e["scores"])) if args.eval_frequency else evaluations[-1]
-    scores = reported["scores"]
+    writer.close()
+    scores = best["scores"]
     measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # bytes
-    with contextlib.suppress(OSError, StopIteration):  # on Linux that includes the process that started this one
-        host = 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    on_device = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
-    online.load_state_dict(best_weights)
-    agent = {"model": best_weights, "env_id": args.env_id, "args": plain_args(args), "step": reported["step"],
-             "max_patches": max_patches}
-    files["mae.pt"]()  # again, if it could not be written before
-    write_whole(run_dir / "agent.pt", lambda temporary: torch.save(agent, temporary))
-    apart = ErrorMapCache(mae, args.error_cache_size, behind=error_map)
-    env = make_envs(args, 1)
-    game = watch_game(online, lambda frames: look_at_patches(mae, apart, frames, max_patches, slope), env,
-                      game_seeds(args.seed, EVALUATE), args.frame_stack, device)
-    moments = [(frame, *attended_patches(online.trunk, state, patch_ids)) for frame, state, patch_ids in game]
-    env.close()
-    del env  # or ale-py reports a leak as Python ends
-    draw_policy_attention(moments, mae.side, run_dir / "figures" / "policy_attention.png")
-    if args.capture_video:
-        save_video(moments, mae.side, run_dir / "videos" / "policy.gif")
-    write_json(run_dir / "results.json", {
-        "env_id": args.env_id, "method": "spirl", "seed": args.seed, "args": plain_args(args),
+    results = {
+        "env_id": args.env_id, "method": "spirl", "seed": args.seed, "args": vars(args),
         "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
-        "evaluations": evaluations, "scores": scores, "mean": float(np.mean(scores)),
-        "median": float(np.median(scores)), "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
-        "steps": args.total_timesteps, "updates": updates, "games": games, "training_scores": training_scores,
-        "max_patches": max_patches, "misses_per_frame": (error_map.misses - misses_before) / args.total_timesteps,
-        "seconds": dict(seconds), "device": str(device), "threads": torch.get_num_threads(),
-        "peak_memory_gb": {"host": host / 1e9, "device": on_device},
-        "versions": package_versions(),
-    })
-    signals.run_dir = None  # there is nothing left to go on with
+        "mean": float(np.mean(scores)), "median": float(np.median(scores)), "scores": scores,
+        "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None, "evaluations": run.evaluations,
+        "training_scores": run.scores, "steps": step, "updates": run.updates, "games": run.games,
+        "max_patches": max_patches, "cache_misses": error_map.misses, "seconds": time.perf_counter() - began,
+        "device": str(device), "threads": torch.get_num_threads(),
+        "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
+    }
+    write_whole(run_dir / "results.json", lambda path: path.write_text(json.dumps(results, indent=2)))
     (run_dir / "checkpoint.pt").unlink(missing_ok=True)
     print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")
