@@ -474,7 +474,8 @@ class Replay:
     def stacks(self, slots):
         """The observations that end in slots (B,): frames (B, F, *frame_shape), oldest first, and counts (B, F)."""
         window = (slots[:, None] + self.past) % self.capacity  # (B, F)
-        return self.frames[window], self.counts[window] * (self.lives[window] == self.lives[slots][:, None])
+        frames = self.frames.index_select(0, window.flatten()).unflatten(0, window.shape)  # faster than frames[window]
+        return frames, self.counts[window] * (self.lives[window] == self.lives[slots][:, None])
 
     def sample(self, batch_size, beta, generator):
         """Slots (B,), drawn in proportion to p**alpha, one from each of B equal shares of the mass, and weights (B,)
@@ -531,7 +532,7 @@ class NoisyLinear(nn.Module):
     def forward(self, x):
         if not self.training:
             return F.linear(x, self.weight_mu, self.bias_mu)
-        weight = self.weight_mu + self.weight_sigma * torch.outer(self.noise_out, self.noise_in)
+        weight = torch.addcmul(self.weight_mu, self.weight_sigma, torch.outer(self.noise_out, self.noise_in))
         return F.linear(x, weight, self.bias_mu + self.bias_sigma * self.noise_out)
 
 
@@ -546,7 +547,6 @@ class DataEfficientCNN(nn.Module):
 
     def forward(self, frames, counts):
         x = frames * ((counts > 0) / 255)[..., None, None]  # (B, F, 84, 84), in [0, 1]
-        x = x.to(memory_format=torch.channels_last)  # the layout in which strided convolutions are fastest
         return F.relu(self.conv2(F.relu(self.conv1(x)))).flatten(1)
 
 
@@ -779,30 +779,30 @@ def read_checkpoint(path, device="cpu"):
 
 def mae_sizes(args):
     """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
-    return {name: getattr(args, name) for name in ("image_size", "patch_size", "encoder_dim", "encoder_depth",
-                                                   "encoder_heads", "decoder_dim", "decoder_depth", "decoder_heads")}
+    return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
+            "encoder_depth": args.encoder_depth, "encoder_heads": args.encoder_heads, "decoder_dim": args.decoder_dim,
+            "decoder_depth": args.decoder_depth, "decoder_heads": args.decoder_heads}
 
 
-def save_mae(path, mae, args, counts):
-    """Write mae.pt; `counts` is K of the pre-training frames (n,), without a maximum, or None."""
+def save_mae(path, mae, args, salient_counts):
+    """Write mae.pt. salient_counts: {"counts": K of the pre-training frames (n,), "lorenz_slope": theirs}, or None."""
     write_whole(path, partial(torch.save, {
         "model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args),
-        "salient_counts": None if counts is None else {"counts": counts, "lorenz_slope": args.lorenz_slope}}))
+        "salient_counts": salient_counts}))
 
 
 def load_mae(path, mae, args):
-    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place. Exits with status 2 if
-    it does not fit. Returns K of its pre-training frames (n,), or None where nobody counted at this --lorenz-slope."""
+    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
+    salient_counts, or None. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
-        if value != getattr(args, name):
+        if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
         mae.load_state_dict(content["model"])
     except (KeyError, RuntimeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
-    counted = content.get("salient_counts") or {}
-    return counted.get("counts") if counted.get("lorenz_slope") == args.lorenz_slope else None
+    return content.get("salient_counts")
 
 
 def keep_freed_memory():
@@ -832,7 +832,7 @@ if __name__ == "__main__":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
         given = run_dir / "mae.pt" if (run_dir / "mae.pt").exists() else args.mae_checkpoint
-        counts = load_mae(given, mae, args) if given else None
+        counted = load_mae(given, mae, args) if given else None
     if not args.resume:  # from here on things are created
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", lambda path: path.write_text(json.dumps(vars(args), indent=2)))
@@ -843,7 +843,7 @@ if __name__ == "__main__":
             pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, run_dir / "mae")
         mae.eval().requires_grad_(False)
         if not (run_dir / "mae.pt").exists():
-            save_mae(run_dir / "mae.pt", mae, args, counts)
+            save_mae(run_dir / "mae.pt", mae, args, counted)
         (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
 
     # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.

@@ -55,8 +55,7 @@ class Args:
     run_name: str = ""  # name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})
     resume: str | None = None  # folder of an unfinished run to go on with, with its own arguments: give no other flag
 
-    # a mae.pt of the same game and sizes to look at, in place of pre-training one
-    mae_checkpoint: str | None = None
+    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     mae_frames: int | None = None  # frames of random play (default: Table 6's, 5,000 for Frostbite, 50,000 for others)
     mae_epochs: int = 50  # passes over those frames, the first tenth of them to warm the learning rate up (Table 5)
     mae_batch_size: int = 64  # frames a pre-training step (Table 5)
@@ -679,30 +678,30 @@ def read_checkpoint(path, device="cpu"):
 
 def mae_sizes(args):
     """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
-    return {name: getattr(args, name) for name in ("image_size", "patch_size", "encoder_dim", "encoder_depth",
-                                                   "encoder_heads", "decoder_dim", "decoder_depth", "decoder_heads")}
+    return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
+            "encoder_depth": args.encoder_depth, "encoder_heads": args.encoder_heads, "decoder_dim": args.decoder_dim,
+            "decoder_depth": args.decoder_depth, "decoder_heads": args.decoder_heads}
 
 
-def save_mae(path, mae, args, counts):
-    """Write mae.pt; `counts` is K of the pre-training frames (n,), without a maximum, or None."""
+def save_mae(path, mae, args, salient_counts):
+    """Write mae.pt. salient_counts: {"counts": K of the pre-training frames (n,), "lorenz_slope": theirs}, or None."""
     write_whole(path, partial(torch.save, {
         "model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args),
-        "salient_counts": None if counts is None else {"counts": counts, "lorenz_slope": args.lorenz_slope}}))
+        "salient_counts": salient_counts}))
 
 
 def load_mae(path, mae, args):
-    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place. Exits with status 2 if
-    it does not fit. Returns K of its pre-training frames (n,), or None where nobody counted at this --lorenz-slope."""
+    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
+    salient_counts, or None. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
-        if value != getattr(args, name):
+        if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
         mae.load_state_dict(content["model"])
     except (KeyError, RuntimeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
-    counted = content.get("salient_counts") or {}
-    return counted.get("counts") if counted.get("lorenz_slope") == args.lorenz_slope else None
+    return content.get("salient_counts")
 
 
 def keep_freed_memory():
@@ -748,7 +747,7 @@ if __name__ == "__main__":
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    save_mae(run_dir / "mae.pt", mae, args, counts)
+    save_mae(run_dir / "mae.pt", mae, args, {"counts": counts, "lorenz_slope": args.lorenz_slope})
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)
     kept_whole = {percent: (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()

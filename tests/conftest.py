@@ -1,13 +1,11 @@
 """What the tests share: the scripts' folder on the path, frames of real games, and a MAE trained on them."""
 
-import gc
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from ale_py.vector_env import AtariVectorEnv
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,26 +24,16 @@ def random_play():
 
 
 @pytest.fixture(scope="session")
-def trained_mae(random_play):
-    """A MAE of the paper's sizes, trained for three short epochs on all four games, and its held-out losses."""
+def trained_mae(random_play, tmp_path_factory):
+    """A MAE of the paper's sizes, trained for three short epochs on all four games; `losses` is its curves."""
     frames = np.concatenate([random_play[game][:512:4] for game in GAMES])
     held_out = np.concatenate([random_play[game][-32:] for game in GAMES])
     torch.manual_seed(0)
     mae = spirl.MaskedAutoencoder()
-    before = spirl.mae_loss(mae, torch.from_numpy(held_out), 0.75, 64)
     args = spirl.Args(mae_epochs=3, mae_learning_rate=4e-3)
-    after = spirl.pretrain_mae(args, mae, frames, held_out, torch.device("cpu"), lambda *scalar: None)
-    mae.eval().requires_grad_(False)
-    mae.losses = before, after
-    return mae
+    mae.losses = spirl.pretrain_mae(args, mae, frames, held_out, torch.device("cpu"), tmp_path_factory.mktemp("mae"))
+    return mae.eval().requires_grad_(False)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=5, help="runs that test_resume.py kills, each at a random instant")
-
-
-def pytest_unconfigure():
-    """Emulators of runs in this process go before Python does, or ale-py reports leaks below the results."""
-    for thing in gc.get_objects():
-        if type(thing) is AtariVectorEnv:
-            vars(thing).clear()
+    parser.addoption("--kills", type=int, default=2, help="runs that test_resume.py kills, each at a random instant")

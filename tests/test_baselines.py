@@ -20,14 +20,10 @@ METHODS = ("de-rainbow", "de-rainbow-p", "mae-all")
 PIXELS = SMALL[SMALL.index("--max-episode-frames") :]  # what DE-Rainbow takes of a small run's flags
 
 
-def small(method, *flags):
-    size = {"mae-all": SMALL, "de-rainbow": PIXELS, "de-rainbow-p": [*PIXELS, "--mae-frames", "150"]}[method]
-    return [*size, "--method", method, *flags]
-
-
-def oracle_convolution(image, layer):
-    """A 5x5 convolution with stride 5 and ReLU of (C, H, W), one output at a time."""
+def oracle_convolution(image, layer, padding):
+    """A 5x5 convolution with stride 5, zeros around the image, and ReLU of (C, H, W), one output at a time."""
     weight, bias = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+    image = np.pad(image, ((0, 0), (padding, padding), (padding, padding)))
     side = (image.shape[1] - 5) // 5 + 1
     out = np.zeros((len(weight), side, side))
     for channel in range(len(weight)):
@@ -45,12 +41,24 @@ def test_the_cnn_against_loops():
     counts = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])  # the second stack is two frames into a life
     with torch.no_grad():
         features = cnn(frames, counts)
-    assert features.shape == (2, 576)  # 64 channels of 3x3
+    assert features.shape == (2, 1024)  # 64 channels of 4x4
     for stack, count, got in zip(frames.numpy(), counts.numpy(), features):
         image = stack / 255.0 * count[:, None, None]
-        first = oracle_convolution(image, cnn.conv1)
-        assert first.shape == (32, 16, 16)
-        np.testing.assert_allclose(oracle_convolution(first, cnn.conv2).ravel(), got, rtol=1e-4, atol=1e-6)
+        first = oracle_convolution(image, cnn.conv1, 3)
+        assert first.shape == (32, 18, 18)
+        np.testing.assert_allclose(oracle_convolution(first, cnn.conv2, 1).ravel(), got, rtol=1e-4, atol=1e-6)
+
+
+def test_the_cnn_sees_every_pixel():
+    torch.manual_seed(0)
+    frames = torch.rand(1, 4, 84, 84, requires_grad=True)
+    torch.manual_seed(1)
+    cnn = baselines.DataEfficientCNN()
+    with torch.no_grad():
+        for layer in (cnn.conv1, cnn.conv2):
+            layer.bias.fill_(10.0)  # no ReLU is closed
+    cnn(frames, torch.ones(1, 4)).sum().backward()
+    assert (frames.grad != 0).all()
 
 
 def test_the_grey_frames_are_of_the_same_games():
@@ -70,12 +78,12 @@ def test_the_grey_frames_are_of_the_same_games():
 
 
 def test_mae_all_sees_all_embeddings_in_order(trained_mae, random_play):
-    frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][100:103])
+    frames = random_play["ALE/Seaquest-v5"][100:103]
     embeddings, counts, patch_ids = baselines.look_at_all_patches(trained_mae, frames)
     assert embeddings.shape == (3, 144, 64) and embeddings.dtype == torch.float16
     assert counts.tolist() == [144] * 3 and patch_ids.tolist() == [list(range(144))] * 3
     for frame, got in zip(frames, embeddings):
-        patches = [frame[8 * row : 8 * row + 8, 8 * column : 8 * column + 8].flatten().float() / 255
+        patches = [torch.from_numpy(frame[8 * row : 8 * row + 8, 8 * column : 8 * column + 8]).flatten().float() / 255
                    for row in range(12) for column in range(12)]
         with torch.no_grad():
             latent = trained_mae.encode(torch.stack(patches)[None], torch.arange(144)[None])[0]
@@ -91,35 +99,31 @@ def test_memory_of_a_100k_replay():
         assert sum(value.numel() * value.element_size() for value in tensors) < limit
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_each_method_on_two_games(tmp_path, method):
+def test_each_method_from_the_shell(tmp_path):
     """Frostbite in the 100K setting's regime, MsPacman in the 400K setting's, both in small."""
-    flags = {"frostbite": small(method, "--total-timesteps", "240",
-                                *(["--capture-video"] if method != "de-rainbow-p" else [])),
-             "mspacman": small(method, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", "240", "--train-frequency",
-                               "4", "--eval-frequency", "135")}
+    in_400k = ["--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "135"]
+    flags = {"de-rainbow": [*PIXELS, "--capture-video"], "de-rainbow-p": [*PIXELS, "--mae-frames", "150", *in_400k],
+             "mae-all": [*SMALL, "--capture-video"]}
     with ThreadPoolExecutor(2) as pool:
-        (path, results), (_, other) = pool.map(
-            lambda name: finished(tmp_path, name, *flags[name], script="spirl_baselines.py"), flags)
-    steps = 270 if method == "de-rainbow-p" else 240  # 30 more random ones
-    assert results["method"] == method and results["steps"] == steps and results["updates"] == 120
-    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
-    of_mae = {"mae.pt", "figures/policy_attention.png"} if method == "mae-all" else set()
-    of_video = {"videos/policy.gif"} if method != "de-rainbow-p" else set()
-    assert names == {"args.json", "agent.pt", "results.json"} | of_video | of_mae
-    assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
-    phases = {"store", "environment", "act", "update", "evaluate", "encode", "checkpoint"}
-    assert results["seconds"].keys() == phases | ({"collect", "pretrain"} if method == "mae-all" else set())
-    assert results["protocol"].startswith("mean of the final weights") and len(results["scores"]) == 3
-    assert results["mean"] == pytest.approx(np.mean(results["scores"]))
-    curves = scalars(path)
-    assert curves.keys() >= {"charts/episodic_return", "losses/loss", "charts/q", "eval/mean"}
-    agent = torch.load(path / "agent.pt", weights_only=True)
-    trunk = {name for name in agent["model"] if name.startswith("trunk.")}
-    assert ("trunk.conv1.weight" in trunk) == (method != "mae-all") == ("trunk.cls_token" not in trunk)
-    assert other["updates"] == 30 and other["protocol"].startswith("best median")
-    ends = [135, 240] if method != "de-rainbow-p" else [135, 270]
-    assert [evaluation["step"] for evaluation in other["evaluations"]] == ends
+        done = dict(zip(METHODS, pool.map(lambda method: finished(
+            tmp_path, method, *flags[method], "--total-timesteps", "240", "--method", method,
+            script="spirl_baselines.py"), METHODS)))
+    for method, (path, results) in done.items():
+        steps, updates = (270, 30) if method == "de-rainbow-p" else (240, 120)  # 30 more random ones
+        assert results["method"] == method and (results["steps"], results["updates"]) == (steps, updates)
+        names = {str(file.relative_to(path)) for file in path.rglob("*") if "." in file.name}
+        names = {name for name in names if "tfevents" not in name}
+        of_mae = {"mae.pt", "figures/policy_attention.png"} if method == "mae-all" else set()
+        of_video = {"videos/policy.gif"} if method != "de-rainbow-p" else set()
+        assert names == {"args.json", "agent.pt", "results.json"} | of_video | of_mae
+        assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
+        assert len(results["scores"]) == 3 and results["mean"] == pytest.approx(np.mean(results["scores"]))
+        assert scalars(path).keys() >= {"charts/episodic_return", "charts/SPS", "eval/mean"}
+        agent = torch.load(path / "agent.pt", weights_only=True)
+        assert ("trunk.conv1.weight" in agent["model"]) == (method != "mae-all")
+    assert done["de-rainbow"][1]["protocol"].startswith("mean of the final weights")
+    assert done["de-rainbow-p"][1]["protocol"].startswith("best median")
+    assert [evaluation["step"] for evaluation in done["de-rainbow-p"][1]["evaluations"]] == [135, 270]
 
 
 def test_de_rainbow_p_starts_from_random_steps_alone(tmp_path, monkeypatch):
@@ -127,22 +131,23 @@ def test_de_rainbow_p_starts_from_random_steps_alone(tmp_path, monkeypatch):
     end = run_here(tmp_path, monkeypatch, *PIXELS, "--method", "de-rainbow-p", "--env-id", "ALE/MsPacman-v5",
                    "--mae-frames", 700, "--total-timesteps", 121, "--buffer-size", 800, "--run-name", "p",
                    script="spirl_baselines.py")
-    assert end["updates"] == 1 and end["args"].total_timesteps == 701
-    rng, env = np.random.default_rng([1, spirl.ACT]), baselines.make_envs(end["args"], 1)
+    assert end["run"].updates == 1 and end["args"].total_timesteps == 701
+    env = baselines.make_envs(end["args"], 1)
+    actions = np.random.default_rng([1, spirl.ACT]).integers(9, size=700)
     observation, _ = env.reset(seed=spirl.game_seeds(1, spirl.PLAY, 0))
-    replay, slot, games, starts, random_steps = end["replay"], 0, 0, True, 0
+    replay, slot, games, random_steps = end["replay"], 0, 0, 0
     while random_steps < 700:
-        action = rng.integers(9, size=1)
+        action = actions[random_steps : random_steps + 1]
         assert torch.equal(replay.frames[slot], torch.from_numpy(observation[0, 0])) and replay.counts[slot] == 1
-        assert replay.actions[slot] == action[0] and replay.starts[slot] == starts
+        assert replay.actions[slot] == action[0]
         observation, reward, terminated, truncated, info = env.step(action)
         assert replay.rewards[slot] == min(reward[0], 1) and replay.ended[slot] == terminated[0]
-        slot, random_steps, starts = slot + 1, random_steps + 1, bool(terminated[0])
+        slot, random_steps = slot + 1, random_steps + 1
         if truncated[0] and not terminated[0]:
             assert torch.equal(replay.frames[slot], torch.from_numpy(observation[0, 0])) and replay.actions[slot] == -1
             slot += 1
         if truncated[0] or (terminated[0] and info["lives"][0] == 0):
-            games, starts = games + 1, True
+            games += 1
             observation, _ = env.reset(seed=spirl.game_seeds(1, spirl.PLAY, games))
     assert games >= 2
     assert torch.equal(replay.frames[slot], torch.from_numpy(observation[0, 0])) and replay.actions[slot] >= 0
@@ -179,10 +184,10 @@ def test_all_methods_begin_with_the_same_1600_steps(tmp_path, monkeypatch):
     replays = {method: end["replay"] for method, end in ends.items()}
     slots = (replays["spirl"].actions >= 0).nonzero()[:1600, 0]  # a cut-off game's last frame has no action
     assert len(slots) == 1600 < slots[-1] + 1
-    for name in ("actions", "rewards", "ended", "starts"):
+    for name in ("actions", "rewards", "ended", "lives"):
         first = {method: getattr(replay, name)[: slots[-1] + 1].tolist() for method, replay in replays.items()}
         assert all(values == first["spirl"] for values in first.values()), name
     assert replays["spirl"].rewards[slots].sum() > 5 and replays["spirl"].ended[slots].sum() > 5
-    games = {method: [pair for pair in end["training_scores"] if pair[0] <= 1600] for method, end in ends.items()}
+    games = {method: [pair for pair in end["run"].scores if pair[0] < 1600] for method, end in ends.items()}
     assert all(scores == games["spirl"] for scores in games.values()) and len(games["spirl"]) > 2
     assert {replay.frames.dtype for replay in replays.values()} == {torch.uint8, torch.float16}

@@ -6,12 +6,11 @@ import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
 from test_mae import count
-from test_script import LOADED, SMALL, finished, refusal, run, run_here
+from test_script import LOADED, SMALL, finished, run
 
 import spirl_mae
 import spirl_rainbow as spirl
@@ -19,7 +18,7 @@ import spirl_rainbow as spirl
 # As SMALL, but trained long enough that K differs from frame to frame.
 SIZES = SMALL[: SMALL.index("--mae-frames")] + [
     "--mae-frames", "256", "--max-episode-frames", "600", "--threads", "1", "--device", "cpu"]
-TRAINING = ["--mae-epochs", "12", "--mae-batch-size", "32", "--mae-learning-rate", "0.016"]
+TRAINING = ["--mae-epochs", "6", "--mae-batch-size", "32", "--mae-learning-rate", "0.016"]
 
 
 def mae_run(folder, name, *flags):
@@ -40,12 +39,11 @@ def test_a_run_leaves_what_the_readme_says(first):
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
     figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio", "loss"}
     assert names == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
-    assert results["steps"] == 96 and len(results["held_out_losses"]) == 12
+    assert results["steps"] == 48 and len(results["held_out_losses"]) == 6
     assert results["held_out_losses"][-1] < results["held_out_losses"][0]
     counts = torch.load(path / "mae.pt", weights_only=True)["salient_counts"]["counts"]
     assert len(counts) == 256 and len(set(counts.tolist())) > 1
     assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36)
-    assert 0 < sum(0 < share < 1 for share in results["kept_whole"].values())
     for percent, share in results["kept_whole"].items():
         kept = sum(k <= int(36 * int(percent) / 100 + 1e-6) for k in counts.tolist()) / len(counts)
         assert share == pytest.approx(kept)
@@ -53,29 +51,6 @@ def test_a_run_leaves_what_the_readme_says(first):
     model = spirl.MaskedAutoencoder(image_size=48, encoder_depth=1, decoder_dim=32, decoder_depth=2)
     for part, number in (("encoder", count([model.patch_embed, model.blocks, model.norm])), ("total", count([model]))):
         assert re.search(rf"^{part} +{number:,}$", printed, re.MULTILINE)
-
-
-def test_the_figures_are_drawn_from_the_runs_frames_and_counts(tmp_path, first, monkeypatch):
-    """What the script hands to its figures, in a run in this process that looks at the first run's checkpoint."""
-    shown = {}
-    monkeypatch.setattr(plt.Figure, "savefig", lambda figure, path, **kwargs: (
-        shown.update({path.name.split(".", 2)[2]: figure}), path.write_bytes(b"drawn")))
-    end = run_here(tmp_path, monkeypatch, *SIZES, "--mae-checkpoint", first[0] / "mae.pt", "--run-name", "here",
-                   script="spirl_mae.py")
-    frames = spirl.collect_random_frames(spirl.Args(image_size=48, max_episode_frames=600), 512)[:256]
-    assert (end["frames"] == frames).all()
-    spread = [int(i) for i in np.linspace(0, 255, 12)]
-    firsts = [np.asarray(axis.get_images()[0].get_array()) for axis in shown["mae_reconstruction.png"].axes[:24:6]]
-    assert all((got == frames[spread[i]]).all() for got, i in zip(firsts, (1, 4, 7, 10)))
-    assert all((np.asarray(axis.get_images()[0].get_array())[6::16, 6::16] == frames[i][1::4, 1::4]).all()
-               for axis, i in zip(shown["salient_patches.png"].axes, spread))
-    counts = torch.load(first[0] / "mae.pt", weights_only=True)["salient_counts"]["counts"]
-    bars = [bar.get_height() for bar in shown["max_ratio.png"].axes[0].patches]
-    bins = [math.ceil(20 * k / 36 - 1e-6) - 1 for k in counts.tolist()]  # K of 36 patches, in steps of 5 %
-    assert bars == pytest.approx([100 * bins.count(n) / 256 for n in range(20)]) and max(bars) < 100
-    for axis, i in zip(shown["salient_selection.png"].axes[3:6], spread[2::4]):  # dynamic-K, in three frames
-        assert axis.get_title().endswith(f": {counts[i]}"), (axis.get_title(), counts[i])
-    assert set(shown) == {"mae_reconstruction.png", "salient_selection.png", "salient_patches.png", "max_ratio.png"}
 
 
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, tmp_path):
@@ -105,62 +80,16 @@ def test_the_authors_checkpoint_can_be_looked_at(tmp_path):
     torch.manual_seed(0)
     mae = spirl_mae.MaskedAutoencoder(image_size=48, encoder_depth=1, decoder_dim=32, decoder_depth=2)
     torch.save({"model": mae.state_dict(), "args": argparse.Namespace(epochs=100)}, tmp_path / "authors.pt")
-    _, results, _ = mae_run(tmp_path, "authors", "--mae-checkpoint", tmp_path / "authors.pt", "--mae-frames", "30")
-    frames = torch.from_numpy(spirl.collect_random_frames(spirl.Args(image_size=48, max_episode_frames=600), 30))
-    counts = spirl.select_salient_patches(spirl.reconstruction_error_map(mae.eval(), frames), 36)[1]
-    assert results["frames"] == 30 and results["K"]["mean"] == pytest.approx(counts.double().mean().item(), abs=0.2)
-
-
-def test_a_checkpoint_that_carries_code_does_not_run_it(tmp_path):
-    class Malicious:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "made"), "w"))
-
-    torch.save({"model": {}, "args": Malicious()}, tmp_path / "bad.pt")
-    done = run(tmp_path, *SIZES, "--mae-checkpoint", tmp_path / "bad.pt", script="spirl_mae.py")
-    assert done.returncode == 2 and "is not a MAE checkpoint" in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "made").exists() and not (tmp_path / "runs").exists()
-
-
-def test_a_checkpoint_that_does_not_fit_is_refused(first, tmp_path, monkeypatch, capsys):
-    for flags, message in (
-        (["--image-size", "64"], "has image_size 48; give --image-size 48"),
-        (["--encoder-depth", "2"], "has encoder_depth 1; give --encoder-depth 1"),
-        (["--env-id", "ALE/Pong-v5"], "is of ALE/Frostbite-v5; give --env-id ALE/Frostbite-v5"),
-    ):
-        flags = [*SIZES, *flags, "--mae-checkpoint", first[0] / "mae.pt"]
-        assert message in refusal(tmp_path, monkeypatch, capsys, *flags, script="spirl_mae.py")
+    _, results, _ = mae_run(tmp_path, "authors", "--mae-checkpoint", tmp_path / "authors.pt", "--mae-frames", "64")
+    frames = torch.from_numpy(spirl.collect_random_frames(spirl.Args(image_size=48, max_episode_frames=600), 64))
+    counts = spirl.select_salient_patches(spirl_mae.reconstruction_error_map(mae.eval(), frames), 36)[1]
+    assert results["frames"] == 64 and abs(results["K"]["50%"] - int(np.median(counts))) <= 1
 
 
 def test_coverage_moves_mr(first, tmp_path):
     results = mae_run(tmp_path, "half", "--mae-checkpoint", first[0] / "mae.pt", "--coverage", "0.01")[1]
     counts = torch.load(first[0] / "mae.pt", weights_only=True)["salient_counts"]["counts"]
     assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36, 0.01) < first[1]["ideal_max_ratio"]
-
-
-def test_a_tiny_pretraining_learns_the_game_and_its_background(random_play):
-    """On held-out frames it beats predicting each patch's mean (0 after Eq. (2)) by far, and what the decoder paints
-    from [mask] + positions alone comes near the game's median frame, which it does not before."""
-    frames = random_play["ALE/Seaquest-v5"]
-    median, held_out = torch.from_numpy(np.median(frames, 0).astype(np.uint8))[None], frames[512:]
-    torch.manual_seed(0)
-    mae = spirl_mae.MaskedAutoencoder()
-
-    def normalised(frames):
-        return spirl_mae.normalize_patches(mae.patchify(frames).float() / 255)
-
-    def distance():
-        return (spirl_mae.decoder_pictures(mae)[0] - normalised(median)[0]).square().mean().item()
-
-    untrained = distance()
-    args = spirl_mae.Args(mae_epochs=6, mae_batch_size=32, mae_learning_rate=8e-3)
-    loss = spirl_mae.pretrain_mae(args, mae, frames[:512], held_out, torch.device("cpu"), lambda *scalar: None)
-    assert loss < 0.5 * normalised(torch.from_numpy(held_out)).square().mean().item()
-    trained = distance()
-    other = torch.from_numpy(np.median(random_play["ALE/MsPacman-v5"], 0).astype(np.uint8))[None]
-    assert trained < 0.6 * untrained
-    assert trained < 0.6 * normalised(median).square().mean().item()  # grey would not do
-    assert trained < 0.6 * (spirl_mae.decoder_pictures(mae)[0] - normalised(other)[0]).square().mean().item()
 
 
 def test_decoder_pictures_against_decode(trained_mae):
@@ -175,11 +104,10 @@ def test_decoder_pictures_against_decode(trained_mae):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Figures as the script draws them, kept open for a look instead of being written."""
+    """Figures as the script draws them, kept for a look instead of being written."""
     figures = []
-    monkeypatch.setattr(spirl_mae, "save_figure", lambda figure, path: figures.append(figure))
-    yield figures
-    spirl_mae.plt.close("all")
+    monkeypatch.setattr(spirl_mae, "write_whole", lambda path, write: figures.append(write.func.__self__))
+    return figures
 
 
 def images(axis):
@@ -194,7 +122,7 @@ def test_the_reconstruction_figure(trained_mae, random_play, drawn):
     assert titles == ["frame", "rebuilt from surroundings", "error map (brighter: larger)",
                       "decoder alone: [mask] + positions", "decoder alone: positions", "decoder alone: [mask]"]
     rebuilt = spirl_mae.rebuild_from_surroundings(trained_mae, frames)
-    errors = spirl.reconstruction_error_map(trained_mae, frames)
+    errors = spirl_mae.reconstruction_error_map(trained_mae, frames)
     target = spirl.normalize_patches(trained_mae.patchify(frames).float() / 255)
     torch.testing.assert_close((rebuilt - target).square().mean(2), errors, rtol=1e-5, atol=1e-6)
     for row, frame, patches, error in zip(axes, frames, rebuilt, errors):
@@ -221,7 +149,7 @@ def is_marked(picture, i, side=12):
 
 def test_the_selection_figures(trained_mae, random_play, drawn):
     frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][::50].copy())
-    errors = spirl.reconstruction_error_map(trained_mae, frames)
+    errors = spirl_mae.reconstruction_error_map(trained_mae, frames)
     patch_ids, count = spirl.select_salient_patches(errors, 144)
     spirl_mae.draw_selection(trained_mae, frames[:3], errors[:3], (0.2, 0.1), 0.5, None)
     axes = np.array(drawn[0].axes).reshape(4, 3)

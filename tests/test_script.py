@@ -1,15 +1,10 @@
 """The whole script, as a user runs it, on tiny budgets of real games."""
 
-import itertools
 import json
 import platform
-import re
 import runpy
-import shutil
-import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
@@ -22,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import spirl_rainbow as spirl
+from spirl_mae import reconstruction_error_map
 
 # A small model and short games: the whole pipeline in some seconds.
 SMALL = ["--image-size", "48", "--encoder-depth", "1", "--decoder-dim", "32", "--decoder-depth", "2",
@@ -43,6 +39,22 @@ def finished(folder, name, *flags, script="spirl_rainbow.py"):
     return folder / "runs" / name, json.loads((folder / "runs" / name / "results.json").read_text())
 
 
+def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
+    """The script's `__main__` in this process: its variables after the run."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
+    threads = torch.get_num_threads()
+    try:
+        return runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def scalars(path):
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory):
     """The 100K setting in small, with evaluation at the end, on Frostbite."""
@@ -58,26 +70,31 @@ def test_a_run_leaves_what_the_readme_says(small_run):
     assert json.loads((path / "args.json").read_text())["total_timesteps"] == 240
     assert results["steps"] == 240 and results["updates"] == 120 and results["seed"] == 1
     assert results["env_id"] == "ALE/Frostbite-v5" and results["method"] == "spirl"
-    assert len(results["scores"]) == 3 and results["evaluations"] == [{"step": 240, "scores": results["scores"]}]
+    assert len(results["scores"]) == 3 and [(e["step"], e["scores"]) for e in results["evaluations"]] == [
+        (240, results["scores"])]
     assert results["mean"] == pytest.approx(np.mean(results["scores"]))
     assert results["median"] == pytest.approx(np.median(results["scores"]))
     assert results["std"] == pytest.approx(np.std(results["scores"], ddof=1))
     assert results["protocol"].startswith("mean of the final weights")
-    phases = {"collect", "pretrain", "count salient patches", "error map", "encode", "store", "environment", "act",
-              "update", "evaluate", "checkpoint"}
-    assert results["seconds"].keys() == phases and min(results["seconds"].values()) > 0
-    assert 0.1 < results["peak_memory_gb"]["host"] < 8
-    assert results["max_patches"] == 12 and results["misses_per_frame"] > 0  # int(36 * 35 %)
+    assert results["max_patches"] == 12 and results["cache_misses"] > 0  # int(36 * 35 %)
     mae, agent = (torch.load(path / name, weights_only=True) for name in ("mae.pt", "agent.pt"))
     assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
-    assert len(mae["salient_counts"]["counts"]) == 64 and mae["salient_counts"]["lorenz_slope"] == 0.5
     assert agent["step"] == 240 and agent["model"]["support"].shape == (51,)
     assert (path / "videos/policy.gif").read_bytes()[:6] == b"GIF89a"
 
 
-def scalars(path):
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+def test_tensorboard_has_the_curves(small_run):
+    _, path, results = small_run
+    curves = scalars(path)
+    assert curves.keys() == {"charts/episodic_return", "charts/episodic_length", "losses/loss", "losses/grad_norm",
+                             "losses/q_values", "charts/K", "charts/SPS", "charts/cache_misses", "eval/mean",
+                             "eval/median"}
+    assert [step for step, _ in curves["charts/SPS"]] == [99, 199]
+    assert 0 < curves["charts/cache_misses"][0][1] < curves["charts/cache_misses"][1][1] <= results["cache_misses"]
+    assert curves["charts/episodic_return"] == [tuple(pair) for pair in results["training_scores"]]
+    assert [step for step, _ in scalars(path / "mae")["mae/loss"]] == [0, 1]
+    text = EventAccumulator(str(path)).Reload().Tensors("hyperparameters/text_summary")
+    assert b"|total_timesteps|240|" in text[0].tensor_proto.string_val[0]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs Linux's C library")
@@ -100,57 +117,17 @@ assert all(inside) and len(heap()) == length, (inside, length, len(heap()))
     assert done.returncode == 0, done.stderr
 
 
-def test_tensorboard_has_the_curves(small_run):
-    curves = scalars(small_run[1])
-    assert curves.keys() >= {"charts/episodic_return", "charts/episodic_length", "losses/loss", "losses/grad_norm",
-                             "charts/q", "charts/K", "charts/steps_per_second", "mae/loss", "mae/held_out_loss",
-                             "cache/misses_per_frame", "cache/hit_rate", "cache/entries", "eval/mean", "eval/median"}
-    for (_, misses), (_, rate) in zip(curves["cache/misses_per_frame"], curves["cache/hit_rate"], strict=True):
-        assert rate == pytest.approx(1 - misses / 36) and 0 < rate < 1  # 36 patches a frame
-    entries = [value for _, value in curves["cache/entries"]]
-    assert 0 < entries[0] < entries[-1] <= 2**22
-    assert [step for step, _ in curves["mae/loss"]] == [1, 2]
-    assert curves["charts/episodic_return"] == [tuple(pair) for pair in small_run[2]["training_scores"]]
-
-
-def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
-    """The script's `__main__` in this process: its variables after the run."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
-    threads, hooks, streams = torch.get_num_threads(), (sys.excepthook, threading.excepthook), (sys.stdout, sys.stderr)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return runpy.run_path(str(ROOT / script), run_name="__main__")
-    finally:
-        torch.set_num_threads(threads)
-        (sys.excepthook, threading.excepthook), (sys.stdout, sys.stderr) = hooks, streams
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def refusal(folder, monkeypatch, capsys, *flags, script="spirl_rainbow.py"):
-    """The one line with which a script refuses its flags: with exit status 2, nothing created, nothing changed."""
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        run_here(folder, monkeypatch, *flags, script=script)
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1, err
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    return err
-
-
 def oracle_slots(args, steps):
     """What the replay must hold after `steps` random steps, a dict a slot, and (step, raw score) of each game.
 
     A life loss ends the return and starts a stack, but the game goes on; a cut-off game's last frame has a slot
     without an action; the step of the automatic reset is neither played nor counted; rewards are clipped.
     """
-    rng, envs = np.random.default_rng([args.seed, spirl.ACT]), spirl.make_envs(args, 1)
+    envs = spirl.make_envs(args, 1)
+    actions = np.random.default_rng([args.seed, spirl.ACT]).integers(envs.single_action_space.n, size=steps)
     slots, games, score, starts = [], [], 0.0, True
     observation, _ = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
-    for step in range(1, steps + 1):
-        action = int(rng.integers(envs.single_action_space.n, size=1)[0])
+    for step, action in enumerate(actions.tolist()):
         frame = observation[0, 0]
         observation, reward, terminated, truncated, info = envs.step(np.array([action]))
         life_lost = bool(terminated[0])
@@ -174,14 +151,15 @@ def test_the_replay_holds_what_the_game_played(tmp_path, small_run, monkeypatch,
                    "--eval-episodes", 1, "--image-size", 40, "--run-name", "here")
     args = spirl.Args(env_id="ALE/MsPacman-v5", image_size=40, max_episode_frames=max_frames)
     slots, games = oracle_slots(args, 700)
-    assert end["training_scores"][: len(games)] == games and len(games) >= 1
+    assert end["run"].scores[: len(games)] == games and len(games) >= 1
     assert any(slot["action"] < 0 for slot in slots[:-1]) == cut_off
     assert sum(slot["ended"] for slot in slots) >= 3 and max(slot["reward"] for slot in slots) == 1.0
     replay, known = end["replay"], len(slots) - 1  # the last one has got its action by now
-    for name, field in (("starts", "starts"), ("action", "actions"), ("ended", "ended"), ("reward", "rewards")):
+    for name, field in (("action", "actions"), ("ended", "ended"), ("reward", "rewards")):
         assert getattr(replay, field)[:known].tolist() == [slot[name] for slot in slots[:known]], name
+    assert replay.lives[:known].tolist() == (np.cumsum([slot["starts"] for slot in slots[:known]]) - 1).tolist()
     frames = torch.from_numpy(np.stack([slot["frame"] for slot in slots]))
-    plain = torch.cat([spirl.reconstruction_error_map(end["mae"], batch) for batch in frames.split(64)])
+    plain = torch.cat([reconstruction_error_map(end["mae"], batch) for batch in frames.split(64)])
     patch_ids, count = spirl.select_salient_patches(plain, end["max_patches"])
     same = replay.counts[: len(slots)] == count
     assert same.float().mean() > 0.99  # two slopes can be as good as equally close
@@ -190,12 +168,12 @@ def test_the_replay_holds_what_the_game_played(tmp_path, small_run, monkeypatch,
     assert close.float().mean() > 0.99  # as can be two patches' errors, whose order then differs
 
 
-def test_the_target_is_copied_and_beta_grows_to_one(tmp_path, small_run, monkeypatch):
+def test_the_target_is_copied(tmp_path, small_run, monkeypatch):
     flags = [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200, "--eval-episodes", 1]
     for frequency, copied in ((40, True), (41, False)):  # of 80 updates
         end = run_here(tmp_path, monkeypatch, *flags, "--target-update-frequency", frequency,
                        "--run-name", f"every{frequency}")
-        assert end["updates"] == 80 and end["beta"] == 1.0
+        assert end["run"].updates == 80
         weights = [{name: value for name, value in end[network].state_dict().items() if "noise" not in name}
                    for network in ("online", "target")]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) == copied
@@ -239,11 +217,11 @@ def test_the_loop_acts_learns_and_keeps_the_best(tmp_path, small_run, monkeypatc
         for hook in hooks:
             hook.remove()
     # After 120 random steps each action is the best one under the noise that the last update left, and no other's.
-    assert [step for step, *_ in acted] == list(range(121, 201)) and all(own for _, own, *_ in acted)
+    assert [step for step, *_ in acted] == list(range(120, 200)) and all(own for _, own, *_ in acted)
     assert [best for _, _, best, _ in acted] == played[121:201]
     for (_, *_, before), (step, *_, now) in zip(acted, acted[1:]):
-        assert torch.equal(before, now) == (step % 4 != 1), step  # an update after each fourth step
-    assert betas == {step: pytest.approx(0.4 + 0.6 * (step - 120) / 80) for step in range(124, 201, 4)}
+        assert torch.equal(before, now) == (step % 4 != 1), step  # an update in each fourth step
+    assert betas == {step: pytest.approx(0.4 + 0.6 * (step - 120) / 80) for step in range(120, 200, 4)}
     # The report is about the weights that had the largest median, as they were then.
     path = tmp_path / "runs/watched"
     evaluations = json.loads((path / "results.json").read_text())["evaluations"]
@@ -254,33 +232,21 @@ def test_the_loop_acts_learns_and_keeps_the_best(tmp_path, small_run, monkeypatc
     assert not torch.equal(evaluated[120]["trunk.project.weight"], evaluated[200]["trunk.project.weight"])
 
 
-def test_every_padding_and_pooling_and_both_settings(tmp_path, small_run):
+def test_paddings_poolings_and_both_settings(tmp_path, small_run):
     """Frostbite with the MAE of the first run, in the 100K setting's regime; MsPacman with one of its own, in the 400K
-    setting's: each padding and each pooling on both."""
-    runs = {}
-    for number, (padding, pooling) in enumerate(itertools.product(("zero", "token", "mask"), ("cls", "mean"))):
-        own = [[*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt"],
-               [*SMALL, "--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "80"]]
-        own = own[(number + number // 2) % 2]
-        runs[f"{padding}-{pooling}"] = [*own, "--padding", padding, "--pooling", pooling, "--total-timesteps", "160",
-                                        "--max-episode-frames", "300", "--eval-episodes", "2"]
+    setting's."""
+    short = ["--total-timesteps", "160", "--max-episode-frames", "300", "--eval-episodes", "2"]
+    runs = {"frostbite": [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--padding", "mask", *short],
+            "mspacman": [*SMALL, "--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "80",
+                         "--padding", "token", "--pooling", "mean", *short]}
     with ThreadPoolExecutor(2) as pool:  # two runs at once, of one thread each
-        done = dict(zip(runs, pool.map(lambda name: finished(tmp_path, name, *runs[name]), runs)))
-    first = torch.load(small_run[1] / "mae.pt", weights_only=True)["model"]
-    settings = {name: results["args"]["train_frequency"] for name, (_, results) in done.items()}
-    for choice in ("zero", "token", "mask", "cls", "mean"):
-        assert {frequency for name, frequency in settings.items() if choice in name.split("-")} == {1, 4}
-    for path, results in done.values():
-        weights = torch.load(path / "mae.pt", weights_only=True)["model"]
-        same = all(torch.equal(weights[name], first[name]) for name in first)
-        if results["env_id"] == "ALE/Frostbite-v5":
-            assert results["updates"] == 40 and "pretrain" not in results["seconds"] and same
-            continue
-        assert results["updates"] == 10 and "pretrain" in results["seconds"] and not same
-        assert [evaluation["step"] for evaluation in results["evaluations"]] == [80, 160]
-        assert results["protocol"].startswith("best median")
-        best = max(results["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
-        assert results["scores"] == best["scores"] and results["median"] == np.median(best["scores"])
+        (frostbite, first), (_, second) = pool.map(lambda name: finished(tmp_path, name, *runs[name]), runs)
+    models = [torch.load(path / "mae.pt", weights_only=True)["model"] for path in (frostbite, small_run[1])]
+    assert first["updates"] == 40 and all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert second["updates"] == 10 and second["protocol"].startswith("best median")
+    assert [evaluation["step"] for evaluation in second["evaluations"]] == [80, 160]
+    best = max(second["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
+    assert second["scores"] == best["scores"] and second["median"] == np.median(best["scores"])
 
 
 def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path):
@@ -289,38 +255,11 @@ def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(
         "--total-timesteps", "105", "--learning-starts", "90", "--buffer-size", "60", "--max-episode-frames", "120",
         "--eval-episodes", "2", "--selection", "fixed", "--threads", "1")
     mae = torch.load(path / "mae.pt", weights_only=True)
+    assert mae["salient_counts"]["lorenz_slope"] == 0.5 and len(mae["salient_counts"]["counts"]) == 64
     ratio = spirl.ideal_max_ratio(mae["salient_counts"]["counts"], 144)
     assert results["max_patches"] == spirl.ratio_to_patches(ratio, 144)
     assert sum(value.numel() for name, value in mae["model"].items() if "pos_embed" not in name) == 790_784
     assert [value for _, value in scalars(path)["charts/K"]] == [results["max_patches"]]
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="compiling needs a C++ compiler")
-def test_compiled_runs_are_the_same_up_to_rounding(tmp_path, small_run, monkeypatch):
-    """Both scripts at once; the update is compiled once, without a break, and never again."""
-    monkeypatch.setenv("TORCH_LOGS", "recompiles,graph_breaks,graph_code")
-    flags = {"spirl_rainbow.py": [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt"],
-             "spirl_baselines.py": SMALL[SMALL.index("--max-episode-frames") :]}
-    with ThreadPoolExecutor(2) as pool:
-        for more in ([], ["--compile"]):
-            more = ["--total-timesteps", "330", *more]
-            names = [f"{script.removesuffix('.py')}{len(more) - 2}" for script in flags]
-            done = pool.map(lambda name, script, more: run(tmp_path, *flags[script], *more, "--run-name", name,
-                                                           script=script), names, flags, [more, more])
-            for process in done:
-                assert process.returncode == 0, process.stderr[-3000:]
-                graphs = re.findall(r"TRACED GRAPH\n.*?def forward\(self, ([^)]*)\)", process.stderr, re.DOTALL)
-                assert sum("online" in graph or "target" in graph for graph in graphs) == len(more) - 2, graphs
-                assert "recompil" not in process.stderr.lower() and "graph break" not in process.stderr.lower()
-    for script in ("spirl_rainbow", "spirl_baselines"):
-        plain, compiled = (scalars(tmp_path / "runs" / f"{script}{c}") for c in (0, 1))
-        for name in ("losses/loss", "losses/grad_norm", "charts/q"):
-            assert len(plain[name]) == 2
-            for (_, value), (_, other) in zip(plain[name], compiled[name], strict=True):
-                assert other == pytest.approx(value, rel=1e-3, abs=1e-5), (script, name)
-        weights = [torch.load(tmp_path / "runs" / f"{script}{compiled}" / "agent.pt", weights_only=True)["model"]
-                   for compiled in (0, 1)]
-        assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) < 1e-3
 
 
 def test_evaluating_does_not_change_training(tmp_path, small_run):
@@ -331,9 +270,8 @@ def test_evaluating_does_not_change_training(tmp_path, small_run):
         runs = pool.map(lambda name: finished(tmp_path, name, *flags, *more[name]), more)
         (seldom, once), (often, several) = runs
     assert [evaluation["step"] for evaluation in several["evaluations"]] == [60, 120, 180, 230]
-    assert once["training_scores"] == several["training_scores"]
+    assert once["training_scores"] == several["training_scores"] and once["cache_misses"] == several["cache_misses"]
     assert once["scores"] == several["evaluations"][-1]["scores"]
     curves = scalars(seldom), scalars(often)
-    for name in ("losses/loss", "losses/grad_norm", "charts/q", "charts/K", "cache/misses_per_frame", "cache/entries"):
+    for name in ("losses/loss", "losses/grad_norm", "losses/q_values", "charts/K", "charts/cache_misses"):
         assert curves[0][name] == curves[1][name] and len(curves[0][name]) >= 2  # bit for bit
-    assert once["misses_per_frame"] == several["misses_per_frame"]

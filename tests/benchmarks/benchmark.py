@@ -7,9 +7,7 @@
 Times on a shared machine are noisy: compare figures of one run with each other, and with the matrix rate beside them.
 """
 
-import contextlib
 import functools
-import io
 import json
 import resource
 import subprocess
@@ -33,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import spirl_baselines as baselines  # noqa: E402
 import spirl_rainbow as spirl  # noqa: E402
+from spirl_mae import reconstruction_error_map  # noqa: E402
 
 GAMES = ("Frostbite", "Seaquest", "MsPacman", "BattleZone")
 SECTIONS = ("error-map", "update", "step", "pretraining", "growth", "threads")
@@ -86,7 +85,7 @@ def matrix_rate(device):
 
 def random_frames(game, count):
     """`count` consecutive frames of random play in one environment, game after game, (count, 96, 96, 3) uint8."""
-    return spirl.collect_random_frames(spirl.Args(env_id=f"ALE/{game}-v5"), count, num_envs=1)
+    return spirl.collect_random_frames(spirl.Args(env_id=f"ALE/{game}-v5"), count)
 
 
 @functools.cache
@@ -100,7 +99,8 @@ def some_mae(checkpoint, device):
     else:
         frames = np.concatenate([random_frames(game, 4096)[::8] for game in GAMES])
         settings = spirl.Args(mae_epochs=5, mae_learning_rate=4e-3)
-        spirl.pretrain_mae(settings, mae, frames, frames[:64], device, lambda *scalar: None)
+        with tempfile.TemporaryDirectory() as folder:
+            spirl.pretrain_mae(settings, mae, frames, frames[:64], device, Path(folder))
     return mae.eval().requires_grad_(False)
 
 
@@ -128,7 +128,7 @@ def error_map(args, device):
             if i % args.every:
                 continue
             start = time.perf_counter()
-            plain = spirl.reconstruction_error_map(mae, frame[None])
+            plain = reconstruction_error_map(mae, frame[None])
             synchronize(device)
             if late:
                 plain_seconds.append(time.perf_counter() - start)
@@ -143,7 +143,7 @@ def error_map(args, device):
         rates.append(matrix_rate(device))
         plain, cached = 1000 * np.mean(plain_seconds), 1000 * np.mean(cached_seconds)
         eight = frames[:8]
-        batched = milliseconds(lambda: spirl.reconstruction_error_map(mae, eight), device, 3, 1) / 8  # noqa: B023
+        batched = milliseconds(lambda: reconstruction_error_map(mae, eight), device, 3, 1) / 8  # noqa: B023
         sixths = ", ".join(f"{part.mean():.1f}" for part in np.array_split(np.array(misses), 6))
         print(f"| {game} | {plain:.0f} | {batched:.0f} | {cached:.1f} | {plain / cached:.1f} | {sixths} | "
               f"{largest:.1e} | {other_k} of {compared}, {int(near)} near-ties | "
@@ -154,7 +154,7 @@ def learner(device, patches=None, capacity=100_000):
     """What an update needs, with a replay full of random content: SPIRL's of so many patches, or DE-Rainbow's."""
     with torch.device(device):
         trunk = lambda: spirl.SalientPatchTransformer() if patches else baselines.DataEfficientCNN()  # noqa: E731
-        online, target = (spirl.RainbowNetwork(trunk(), 128 if patches else 576, 18) for _ in range(2))
+        online, target = (spirl.RainbowNetwork(trunk(), 128 if patches else 1024, 18) for _ in range(2))
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
     shape, dtype = ((patches, 64), torch.float16) if patches else ((84, 84), torch.uint8)
     replay = spirl.Replay(capacity, shape, dtype, device)
@@ -163,7 +163,7 @@ def learner(device, patches=None, capacity=100_000):
     replay.actions.random_(0, 18)
     replay.rewards.bernoulli_(0.05)
     replay.priorities.uniform_(0.01, 1)
-    replay.starts.bernoulli_(0.005)
+    replay.lives.copy_((torch.rand(capacity, device=device) < 0.005).cumsum(0))
     return online, target.requires_grad_(False), optimizer, replay, torch.Generator(device).manual_seed(1)
 
 
@@ -211,31 +211,23 @@ def saved_mae(args, folder, device):
     return folder / "mae.pt"
 
 
+def rate(results):
+    """Steps a second of a run, one short evaluation game included."""
+    return results["steps"] / results["seconds"]
+
+
 def step(args, device):
-    """One training step by phase, of whole runs of the scripts on Frostbite."""
+    """Training steps a second of whole runs of the scripts on Frostbite, from an empty error table."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         mae = saved_mae(args, folder, device)
-        frozen = some_mae(args.mae_checkpoint, device)
-        frame = torch.from_numpy(random_frames("Frostbite", 200))[-1:].to(device)
-        plain = milliseconds(lambda: spirl.reconstruction_error_map(frozen, frame), device, 5, 1)
-        print(f"The plain error map alone: {plain:.0f} ms a frame. The table of the cached one is empty at first. On a "
-              "GPU queued work counts to the phase that waits for it, and memory is the GPU's.\n")
-        print("| one step of | ms in all | act | environment | error map | encode | store | update | peak memory, GB |")
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("| method | steps a second |\n|---|---|")
         for name, script, flags in (
             ("SPIRL", "spirl_rainbow.py", ["--mae-checkpoint", mae]),
             ("MAE-All", "spirl_baselines.py", ["--method", "mae-all", "--mae-checkpoint", mae]),
             ("DE-Rainbow", "spirl_baselines.py", []),
         ):
-            results = finish_run(start_run(folder, args, script, *flags))
-            seconds = results["seconds"]
-            times = {"act": results["updates"], "update": results["updates"]}  # these do not come with a random step
-            phases = {phase: 1000 * seconds.get(phase, 0) / times.get(phase, results["steps"])
-                      for phase in ("act", "environment", "error map", "encode", "store", "update")}
-            memory = results["peak_memory_gb"]
-            print(f"| {name} | {sum(phases.values()):.1f} | " + " | ".join(f"{ms:.1f}" for ms in phases.values())
-                  + f" | {memory['device'] or memory['host']:.2f} |", flush=True)
+            print(f"| {name} | {rate(finish_run(start_run(folder, args, script, *flags))):.1f} |", flush=True)
 
 
 def peak_memory(device):
@@ -274,7 +266,7 @@ def pretraining(args, device):
         optimizer.step()
 
     train()
-    seen = spirl.gather_tokens(patches, kept)
+    seen = patches.take_along_dim(kept[..., None], 1)
     latent = mae.encode(seen, kept).detach()
     whole = "all, forward and backward and AdamW"
     stages = {
@@ -297,7 +289,8 @@ def pretraining(args, device):
     model = mae
     settings = spirl.Args(mae_epochs=1)
     start = time.perf_counter()
-    spirl.pretrain_mae(settings, mae, played, played[:64], device, lambda *scalar: None)
+    with tempfile.TemporaryDirectory() as folder:
+        spirl.pretrain_mae(settings, mae, played, played[:64], device, Path(folder))
     epoch, ms, rate = time.perf_counter() - start, times[whole], np.mean(rates)
     print(f"\n{work[whole]:.1f} GFLOP a batch, {1000 * work[whole] / ms:.0f} GFLOP/s: "
           f"{100000 * work[whole] / ms / rate:.0f} % of the machine's {rates[0]:.0f} before and {rates[1]:.0f} after. "
@@ -321,37 +314,16 @@ def shares(profiler):
 
 
 def growth(args, device):
-    """How the cost grows with the replay's size and with the number of environments."""
+    """How the cost grows with the replay's size."""
     print("| frames in the replay | sample 32, ms | replay of 50 patches, GB | of DE-Rainbow, GB |\n|---|---|---|---|")
     for capacity in (25_000, 100_000, 400_000):
         generator, gigabytes = torch.Generator(device).manual_seed(1), []
         for shape, dtype in (((50, 64), torch.float16), ((84, 84), torch.uint8)):
             replay = spirl.Replay(capacity, shape, dtype, device)
-            gigabytes.append(sum(t.nbytes for t in replay.state_dict().values() if torch.is_tensor(t)) / 1e9)
+            gigabytes.append(sum(t.nbytes for t in vars(replay).values() if torch.is_tensor(t)) / 1e9)
         replay.priorities.uniform_(0.01, 1)
         sample = milliseconds(lambda: replay.sample(32, 0.5, generator), device)  # noqa: B023
         print(f"| {capacity:,} | {sample:.2f} | {gigabytes[0]:.2f} | {gigabytes[1]:.2f} |")
-    print("\nStarting the games included; the evaluation's error table is empty at first.\n")
-    print("| games at once | random play, frames a second | SPIRL's evaluation, frames a second |\n|---|---|---|")
-    mae = some_mae(args.mae_checkpoint, device)
-    for num_envs in (1, 8, 50):
-        start = time.perf_counter()
-        with contextlib.redirect_stdout(io.StringIO()):  # the table goes on
-            spirl.collect_random_frames(spirl.Args(), 500 * num_envs, num_envs)
-        collected = 500 * num_envs / (time.perf_counter() - start)
-        with torch.device(device):
-            network = spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 18)
-        cache, looked = spirl.ErrorMapCache(mae), []
-
-        def look(frames):
-            looked.append(len(frames))  # noqa: B023
-            return spirl.look_at_patches(mae, cache, frames, 50, 0.5)[:2]  # noqa: B023
-
-        settings = spirl.Args(max_episode_frames=200)
-        start = time.perf_counter()
-        spirl.evaluate(network, look, lambda: spirl.make_envs(settings, 1), spirl.game_seeds(1, num=num_envs), 4,  # noqa: B023
-                       0.001, np.random.default_rng(1), device)
-        print(f"| {num_envs} | {collected:.0f} | {sum(looked) / (time.perf_counter() - start):.0f} |", flush=True)
 
 
 def threads(args, device):
@@ -359,10 +331,6 @@ def threads(args, device):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         flags = ["--mae-checkpoint", saved_mae(args, folder, device)]
-
-        def rate(results):
-            spent = sum(s for phase, s in results["seconds"].items() if phase not in ("evaluate", "checkpoint"))
-            return results["steps"] / spent
 
         alone = rate(finish_run(start_run(folder, args, "spirl_rainbow.py", *flags, threads=2)))
         pair = [start_run(folder, args, "spirl_rainbow.py", *flags, "--seed", seed, threads=1) for seed in (1, 2)]
