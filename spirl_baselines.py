@@ -816,11 +816,11 @@ def keep_freed_memory():
 # -------------------------------------------------------------------------------------------------------------- 8. Main
 if __name__ == "__main__":
     args = parse_args()
+    check_args(args)
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     if args.method == "de-rainbow-p" and not args.resume:  # Table 12: as many steps of learning as without
         args.total_timesteps += num_frames - args.learning_starts
         args.learning_starts = num_frames
-    check_args(args)
     device = pick_device(args.device)
     keep_freed_memory()
     torch.set_num_threads(args.threads or torch.get_num_threads())

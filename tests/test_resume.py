@@ -22,7 +22,8 @@ RUNS = {
     "spirl": ["spirl_rainbow.py", *TINY],
     "mae": ["spirl_mae.py", *SMALL[: SMALL.index("--max-episode-frames")], "--mae-epochs", "3", "--threads", "1"],
     "de-rainbow-p": ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150",
-                     *TINY[TINY.index("--max-episode-frames") : TINY.index("--mae-epochs")], *TINY[-10:]],
+                     *SMALL[SMALL.index("--max-episode-frames") :], "--total-timesteps", "170",
+                     "--checkpoint-frequency", "20", "--eval-frequency", "90", "--eval-episodes", "1"],
 }
 
 

@@ -1,0 +1,52 @@
+"""The README holds what it says: its snippets run, its commands parse, its names and files exist."""
+
+import re
+import shlex
+import sys
+
+import pytest
+from conftest import ROOT
+
+import spirl_baselines
+import spirl_mae
+import spirl_rainbow
+
+README = (ROOT / "README.md").read_text()
+SCRIPTS = {"spirl_rainbow.py": spirl_rainbow, "spirl_mae.py": spirl_mae, "spirl_baselines.py": spirl_baselines}
+
+
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_a_snippet_runs_as_it_stands(snippet, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(snippet, names)
+    if "patch_ids" in names:
+        assert names["errors"].shape == (4, 144) and 1 <= names["count"].min() <= names["count"].max() <= 50
+    elif "replay" in names:
+        assert names["frames"].shape == (32, 4, 84, 84) and names["returns"].max() > 1
+    else:
+        assert names["loss"].item() > 0 and 0 <= names["action"].item() < 4
+
+
+def test_there_are_three_snippets_and_the_pictures_are_there():
+    assert README.count("```python") == 3 and len(README.splitlines()) <= 200
+    assert all((ROOT / path).exists() for path in re.findall(r"!\[.*?\]\((.*?)\)", README))
+
+
+def test_every_command_of_the_readme_is_accepted(monkeypatch):
+    commands = re.findall(r"python (spirl_\w+\.py[^`\n]*)", README)
+    assert len(commands) > 12
+    for command in commands:
+        script, *flags = shlex.split(command)
+        if "--resume" in flags:
+            continue
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        SCRIPTS[script].check_args(SCRIPTS[script].parse_args())
+
+
+def test_every_name_in_the_readmes_map_exists():
+    section = README[README.index("## Where the paper is") : README.index("## Using a part")]
+    names = {name for name in re.findall(r"`(\w+)`", section) if name != "forward"}
+    assert len(names) > 20
+    for name in names:
+        assert any(hasattr(module, name) for module in SCRIPTS.values()), name
