@@ -58,7 +58,7 @@ class Args:
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     mae_frames: int | None = None  # frames of random play (default: Table 6's, 5,000 for Frostbite, 50,000 for others)
     mae_epochs: int = 50  # passes over those frames, the first tenth of them to warm the learning rate up (Table 5)
-    mae_batch_size: int = 64  # frames a pre-training step (Table 5)
+    mae_batch_size: int = 64  # frames per pre-training step (Table 5)
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
@@ -126,8 +126,11 @@ def check_args(args):
     for holds, rule in (
         (args.image_size % args.patch_size == 0 and num_patches >= 9,
          f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"),
-        (args.mae_frames is None or args.mae_frames >= args.mae_batch_size,
+        (args.mae_frames is None or args.mae_checkpoint or args.mae_frames >= args.mae_batch_size,
          f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
+        (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
+         and args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
+         "--encoder-dim and --decoder-dim must be multiples of their heads and of 4"),
         (int(num_patches * (1 - args.mae_mask_ratio)) > 0,
          f"--mae-mask-ratio {args.mae_mask_ratio} must leave one of the {num_patches} patches to see"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
@@ -192,8 +195,8 @@ def sincos_positions(dim, side):
 
 
 class Block(nn.Module):
-    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). Nobody looks at
-    tokens where `mask` (B, T) is False. With `row` (B,) only that token's z is computed: (B, 1, D)."""
+    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). No token
+    is looked at where `mask` (B, 1, 1, T) is False. With `row` (B,) only that token's z is computed: (B, 1, D)."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -209,7 +212,6 @@ class Block(nn.Module):
         if row is not None:  # only this token asks
             batch = torch.arange(len(x), device=x.device)
             x, q = x[batch, row][:, None], q[batch, :, row][:, :, None]  # (B, 1, D), (B, H, 1, d)
-        mask = None if mask is None else mask[:, None, None, :]
         looked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
         x = x + self.attn.proj(looked)
         return x + self.mlp(self.norm2(x))
@@ -258,7 +260,7 @@ class MaskedAutoencoder(nn.Module):
         proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each flat patch
         x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias) + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-        mask = F.pad(present, (1, 0), value=True) if present is not None else None  # [cls] is always there
+        mask = None if present is None else F.pad(present, (1, 0), value=True)[:, None, None]  # [cls] is always there
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x)
@@ -315,9 +317,9 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, device, folder):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, and watch its loss on `held_out` ones after
-    each epoch. Returns {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves
-    and, after each epoch, checkpoint.pt, to go on from. Raises RuntimeError where a gradient is not finite."""
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, watch its loss on `held_out` ones. Returns
+    {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves and, after each epoch,
+    checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite."""
     frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
     decayed = [p for p in mae.parameters() if p.ndim > 1]
     others = [p for p in mae.parameters() if p.ndim <= 1]  # biases and LayerNorm
@@ -399,10 +401,10 @@ class ErrorMapCache:
     E is the mean squared difference to the patch's normalised pixels, which is what the MAE learned to rebuild (the
     paper's formula compares with raw pixels and sums the colours). By Eq. (3) it depends only on the patch's place and
     on the pixels of the 3x3 patches around it, and most of an Atari frame looks as it did before. So a neighbourhood
-    goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. That it
-    answers wrongly, because two of four million neighbourhoods share a 64-bit hash, has odds below one in a million.
-    When `size` errors are kept, the oldest goes for each new one. `known`, the `errors` of another cache, is read too
-    but not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
+    goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. Its keys
+    are 64-bit hashes: that any two of four million neighbourhoods share one has odds below one in a million. When
+    `size` errors are kept, the oldest goes for each new one. `known`, the `errors` of another cache, is read too but
+    not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
     """
 
     def __init__(self, mae, size=2**22, known=None):
@@ -420,10 +422,10 @@ class ErrorMapCache:
         """E (B, N), float32, of uint8 frames (B, H, W, 3); on their device, whatever the MAE's."""
         hashes = self.hashes(frames)
         errors = {key: self.known.get(key) for key in hashes}
-        new = [key for key, error in errors.items() if error is None]
+        new = {key: at for at, key in enumerate(hashes) if errors[key] is None}  # hash: where it stands
         if new:
             patches = self.mae.patchify(frames.to(self.around.device))  # (B, N, p*p*3)
-            at = torch.tensor([hashes.index(key) for key in new], device=patches.device)  # where each stands first
+            at = torch.tensor(list(new.values()), device=patches.device)
             computed = torch.cat([self.compute(patches, some) for some in at.split(32)])
             for key, error in zip(new, computed.tolist()):
                 if len(self.errors) == self.size:
@@ -694,12 +696,12 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
     salient_counts, or None. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
-        if value != getattr(args, name, None):
-            fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
+        for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
+            if value != getattr(args, name, None):
+                fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
         mae.load_state_dict(content["model"])
-    except (KeyError, RuntimeError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
     return content.get("salient_counts")
 
@@ -724,7 +726,7 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or Path("runs", args.run_name or name))
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
-    if args.mae_checkpoint:
+    if args.mae_checkpoint is not None:
         load_mae(args.mae_checkpoint, mae, args)
     if not args.resume:  # from here on things are created
         run_dir.mkdir(parents=True)
@@ -740,7 +742,7 @@ if __name__ == "__main__":
     frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
     frames, held_out = frames[:num_frames], frames[num_frames:]
     losses, began = {"loss": [], "held_out_loss": []}, time.perf_counter()
-    if not args.mae_checkpoint:
+    if args.mae_checkpoint is None:
         losses = pretrain_mae(args, mae, frames, held_out, device, run_dir / "mae")
     seconds = time.perf_counter() - began
     mae.eval().requires_grad_(False)
@@ -773,12 +775,14 @@ if __name__ == "__main__":
         "final_loss": float(np.mean([value for _, value in losses["loss"][-50:]])) if losses["loss"] else None,
         "K": {f"{q}%": int(np.percentile(counts, q)) for q in (0, 5, 25, 50, 75, 95, 100)},
         "lorenz_slope": args.lorenz_slope, "ideal_max_ratio": ideal, "max_ratio": max_ratio, "kept_whole": kept_whole,
-        "paper_ideal_max_ratio": PAPER_IDEAL_RATIO.get(args.env_id), "pretraining_seconds": seconds,
-        "device": str(device), "threads": torch.get_num_threads(),
+        "paper_ideal_max_ratio": PAPER_IDEAL_RATIO.get(args.env_id),
+        "pretraining_seconds": None if args.resume else seconds, "device": str(device),
+        "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     write_whole(run_dir / "results.json", lambda path: path.write_text(json.dumps(results, indent=2)))
     (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
-    print(f"loss {results['final_loss']}, on held-out frames {results['held_out_losses'][-1:]}")
+    if losses["loss"]:
+        print(f"loss {results['final_loss']:.4f}, on held-out frames {results['held_out_losses'][-1]:.4f}")
     print(f"K of {mae.num_patches} patches, in per cents of the frames: {results['K']}")
     print(f"mr* is {ideal:.0%}; it keeps {kept_whole[round(100 * ideal)]:.2%} of the frames whole; see {figures}")

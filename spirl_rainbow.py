@@ -56,7 +56,7 @@ class Args:
     device: str = "auto"  # auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; an absent one is an error
     threads: int = 0  # CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine
     run_name: str = ""  # name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})
-    checkpoint_frequency: int = 10_000  # steps between checkpoints, beside one before each evaluation; 0: only those
+    checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: there is only the one before each evaluation
     resume: str | None = None  # folder of an unfinished run to go on with, with its own arguments: give no other flag
     compile: bool = False  # torch.compile the update: the same up to rounding; needs a C++ compiler (on a GPU Triton)
     capture_video: bool = False  # save the reported evaluation's first game (1,000 steps of it) as videos/policy.gif
@@ -64,7 +64,7 @@ class Args:
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     mae_frames: int | None = None  # frames of random play (default: Table 6's, 5,000 for Frostbite, 50,000 for others)
     mae_epochs: int = 50  # passes over those frames, the first tenth of them to warm the learning rate up (Table 5)
-    mae_batch_size: int = 64  # frames a pre-training step (Table 5)
+    mae_batch_size: int = 64  # frames per pre-training step (Table 5)
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
@@ -76,7 +76,6 @@ class Args:
     decoder_dim: int = 128  # width of the decoder (Table 4)
     decoder_depth: int = 3  # Transformer layers of the decoder (Table 4)
     decoder_heads: int = 8  # attention heads of the decoder (Table 4)
-
     # dynamic: as many patches as the frame's Lorenz curve asks for, up to the maximum; fixed: always the maximum
     selection: Literal["dynamic", "fixed"] = "dynamic"
     # most patches kept, as a share of all (default: Table 13's for the paper's four games, mr* for any other)
@@ -85,7 +84,6 @@ class Args:
     # but the authors' code divides the curve's rise over two patches by one patch's step, which makes it 0.5
     lorenz_slope: float = 0.5
     error_cache_size: int = 2**22  # patch errors remembered (ours: some 130 bytes each; a 100K run meets some millions)
-
     # what stands for patches that were not selected (Table 14): zeros, a trainable [pad], or nothing (masked out)
     padding: Literal["zero", "token", "mask"] = "zero"
     # how patches become one vector a frame (Table 15): a trainable [cls] token's row, or the mean over the patches
@@ -101,9 +99,9 @@ class Args:
 
     total_timesteps: int = 100_000  # agent steps, of four game frames each (Table 12: 100K; Table 10: 400K)
     learning_starts: int = 1600  # uniformly random steps before the first update (Table 10)
-    train_frequency: int = 1  # steps an update (Table 10: 1 in the 100K setting, so 98,400 updates; 4 in the 400K one)
+    train_frequency: int = 1  # steps per update (Table 10: 1 in the 100K setting, so 98,400 updates; 4 at 400K)
     buffer_size: int = 100_000  # frames in the replay (Table 10: 100K or 400K)
-    batch_size: int = 32  # transitions an update (Rainbow: 32)
+    batch_size: int = 32  # transitions per update (Rainbow: 32)
     n_step: int = 20  # steps of a multi-step return (Table 10)
     gamma: float = 0.99  # discount a step (Rainbow: 0.99)
     learning_rate: float = 1e-4  # Adam's learning rate (Table 10)
@@ -113,9 +111,8 @@ class Args:
     priority_exponent: float = 0.5  # alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)
     priority_weight: float = 0.4  # beta at the first update; it grows linearly to 1 at the end (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off; its last state has a value (Table 9)
-
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations, of which the best median is reported (400K: 50,000); 0: one
+    eval_frequency: int = 0  # steps between evaluations (400K: 50,000), the best median is reported; 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -166,15 +163,19 @@ def check_args(args):
          f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"),
         (args.mae_frames is None or args.mae_frames >= args.mae_batch_size,
          f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
+        (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
+         and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
+         "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
         (int(num_patches * (1 - args.mae_mask_ratio)) > 0,
          f"--mae-mask-ratio {args.mae_mask_ratio} must leave one of the {num_patches} patches to see"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
          f"--max-ratio {args.max_ratio} must keep a patch: at least {1 / num_patches:.4f}"),
-        (args.n_step < args.learning_starts < args.total_timesteps, f"--learning-starts {args.learning_starts} must be "
-         f"above --n-step {args.n_step} and below --total-timesteps {args.total_timesteps}"),
+        (args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency,
+         f"--learning-starts {args.learning_starts} must be from {args.n_step + 1}, above --n-step, to "
+         f"{args.total_timesteps - args.train_frequency}, before the end"),
         (args.buffer_size >= least,
          f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack = {least}"),
-        (args.v_min < args.v_max, f"--v-min {args.v_min} must be below --v-max {args.v_max}"),
+        (args.v_min < args.v_max and args.num_atoms > 1, "--v-min must be below --v-max, and --num-atoms at least 2"),
     ):
         if not holds:
             fail(rule)
@@ -233,8 +234,8 @@ def sincos_positions(dim, side):
 
 
 class Block(nn.Module):
-    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). Nobody looks at
-    tokens where `mask` (B, T) is False. With `row` (B,) only that token's z is computed: (B, 1, D)."""
+    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). No token
+    is looked at where `mask` (B, 1, 1, T) is False. With `row` (B,) only that token's z is computed: (B, 1, D)."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -250,7 +251,6 @@ class Block(nn.Module):
         if row is not None:  # only this token asks
             batch = torch.arange(len(x), device=x.device)
             x, q = x[batch, row][:, None], q[batch, :, row][:, :, None]  # (B, 1, D), (B, H, 1, d)
-        mask = None if mask is None else mask[:, None, None, :]
         looked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
         x = x + self.attn.proj(looked)
         return x + self.mlp(self.norm2(x))
@@ -299,7 +299,7 @@ class MaskedAutoencoder(nn.Module):
         proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each flat patch
         x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias) + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-        mask = F.pad(present, (1, 0), value=True) if present is not None else None  # [cls] is always there
+        mask = None if present is None else F.pad(present, (1, 0), value=True)[:, None, None]  # [cls] is always there
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x)
@@ -356,9 +356,9 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, device, folder):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, and watch its loss on `held_out` ones after
-    each epoch. Returns {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves
-    and, after each epoch, checkpoint.pt, to go on from. Raises RuntimeError where a gradient is not finite."""
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, watch its loss on `held_out` ones. Returns
+    {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves and, after each epoch,
+    checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite."""
     frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
     decayed = [p for p in mae.parameters() if p.ndim > 1]
     others = [p for p in mae.parameters() if p.ndim <= 1]  # biases and LayerNorm
@@ -417,10 +417,10 @@ class ErrorMapCache:
     E is the mean squared difference to the patch's normalised pixels, which is what the MAE learned to rebuild (the
     paper's formula compares with raw pixels and sums the colours). By Eq. (3) it depends only on the patch's place and
     on the pixels of the 3x3 patches around it, and most of an Atari frame looks as it did before. So a neighbourhood
-    goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. That it
-    answers wrongly, because two of four million neighbourhoods share a 64-bit hash, has odds below one in a million.
-    When `size` errors are kept, the oldest goes for each new one. `known`, the `errors` of another cache, is read too
-    but not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
+    goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. Its keys
+    are 64-bit hashes: that any two of four million neighbourhoods share one has odds below one in a million. When
+    `size` errors are kept, the oldest goes for each new one. `known`, the `errors` of another cache, is read too but
+    not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
     """
 
     def __init__(self, mae, size=2**22, known=None):
@@ -438,10 +438,10 @@ class ErrorMapCache:
         """E (B, N), float32, of uint8 frames (B, H, W, 3); on their device, whatever the MAE's."""
         hashes = self.hashes(frames)
         errors = {key: self.known.get(key) for key in hashes}
-        new = [key for key, error in errors.items() if error is None]
+        new = {key: at for at, key in enumerate(hashes) if errors[key] is None}  # hash: where it stands
         if new:
             patches = self.mae.patchify(frames.to(self.around.device))  # (B, N, p*p*3)
-            at = torch.tensor([hashes.index(key) for key in new], device=patches.device)  # where each stands first
+            at = torch.tensor(list(new.values()), device=patches.device)
             computed = torch.cat([self.compute(patches, some) for some in at.split(32)])
             for key, error in zip(new, computed.tolist()):
                 if len(self.errors) == self.size:
@@ -570,8 +570,7 @@ class Replay:
         self.lives = torch.full((capacity,), -1, device=device)  # number of the life that a frame is of
         self.priorities = torch.zeros(capacity, dtype=torch.float64, device=device)  # p**alpha; 0: not to be drawn
         self.largest = torch.ones((), dtype=torch.float64, device=device)  # the largest p**alpha so far
-        self.slot, self.life = -1, -1  # of the newest frame
-        self.unknown = []  # slots, oldest first, whose n-step return is not known yet
+        self.slot, self.life, self.unknown = -1, -1, []  # the newest; slots whose n-step return is not known yet
         self.past = torch.arange(1 - frame_stack, 1, device=device)  # -3, -2, -1, 0
         self.ahead = torch.arange(n_step, device=device)  # 0, 1, ..., n-1
 
@@ -614,7 +613,7 @@ class Replay:
         at = (share + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
         at = at.minimum(mass[-1].nextafter(mass.new_zeros(())))  # below the whole mass
         slots = torch.searchsorted(mass, at, right=True)  # the first slot with more mass than that
-        # A GPU adds in another order, and might round onto a slot of priority 0: that counts for nothing.
+        # A GPU adds in another order, and might round onto a slot of priority 0: such a slot gets weight 0.
         weights = torch.where(self.priorities[slots] > 0, self.priorities[slots] ** -beta, 0.0)
         return slots, (weights / weights.max()).float()
 
@@ -669,10 +668,9 @@ class SalientPatchTransformer(nn.Module):
     """Pools each frame's patches into one vector o_t and concatenates the stack's: (B, F, L, D), (B, F) -> (B, F*dim).
 
     Table 13: a linear projection, then one pre-LN Transformer layer without residual connections over a trainable
-    [cls], shared by the frames, and the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows
-    (`"mean"`, Table 15). Rows past a frame's count are padding (Table 14): read as zeros (`"zero"`), as a trainable
-    [pad] (`"token"`), or masked out before the softmax (`"mask"`; the paper zeroes their weights after it).
-    """
+    [cls] and the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15).
+    Rows past a frame's count are read as zeros (`padding="zero"`, Table 14), as a trainable [pad] ("token"), or not
+    ("mask": they are masked out before the softmax; the paper zeroes their weights after it)."""
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
         super().__init__()
@@ -690,7 +688,7 @@ class SalientPatchTransformer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def attend(self, embeddings, counts):
-        """q (B*F, H, T', d), k and v (B*F, H, 1+L, d), and who may be looked at. T' is 1, [cls], or the L patches."""
+        """q (B*F, H, T', d), k and v (B*F, H, 1+L, d), and the mask of k. T' is 1, [cls], or the L patches."""
         present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, F, L)
         x = embeddings.float() * present[..., None]
         if self.padding == "token":
@@ -790,14 +788,13 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
 
 @torch.no_grad()
 def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
-    """Play one whole game for each of seeds (E,), all at once in `envs` and without noise: (raw scores, moments).
+    """Play one whole game for each of seeds (E,), each in its own of `envs`, without noise: (raw scores, moments).
 
     `look(frames)` turns an array of uint8 frames (B, H, W, 3) into what the network reads of one, frames (B, *) and
     counts (B,), and more for figures. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
-    life does not blank the stack. Moments are the first game's first 1,000: (frame, state that is read, the more).
-    """
+    life does not blank the stack. Moments: frame, state and the more of each of the first game's first 1,000 steps."""
     network.eval()
-    observation, _ = envs.reset(seed=seeds)
+    observation = np.concatenate([env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)])
     scores, playing, moments, steps, played = np.zeros(len(seeds)), np.arange(len(seeds)), [], 0, 0
     progress, began = tqdm(total=len(seeds), desc="evaluating", unit="game"), time.perf_counter()
     while len(playing):
@@ -810,28 +807,29 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
         if playing[0] == 0 and steps < 1000:
             state = stacks[:1].clone(), counts[:1].clone()
             moments.append((observation[0, 0].copy(), state, *(part[:1] for part in more)))
-        actions = rng.integers(envs.single_action_space.n, size=len(seeds))
         best = network.q_values(stacks[playing], counts[playing]).argmax(1).cpu().numpy()
-        actions[playing] = np.where(rng.random(len(playing)) < epsilon, actions[playing], best)
-        observation, reward, terminated, truncated, info = envs.step(actions)
-        scores[playing] += reward[playing]
-        over = (truncated | terminated & (info["lives"] == 0))[playing]
+        random = rng.integers(envs[0].single_action_space.n, size=len(playing))
+        actions, over = np.where(rng.random(len(playing)) < epsilon, random, best), np.zeros(len(playing), bool)
+        for i, action in zip(playing, actions, strict=True):
+            envs[i].send(action[None])  # each game steps in a thread of its own; one that is over costs nothing
+        for n, i in enumerate(playing):
+            observation[i : i + 1], reward, terminated, truncated, info = envs[i].recv()
+            scores[i] += reward[0]
+            over[n] = truncated[0] or terminated[0] and info["lives"][0] == 0
         steps, played = steps + 1, played + len(playing)
         speed = f"{4 * played / (time.perf_counter() - began):.0f} frames/s, longest game {4 * steps} frames"
         progress.set_postfix_str(speed, refresh=steps % 50 == 0)
         progress.update(int(over.sum()))
         playing = playing[~over]
     progress.close()
-    envs.close()
     network.train()
     return scores.tolist(), moments
 
 
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
-    """Fig. 6: of the newest frame of a state (batch 1) two lists of ids: the selected patches, and the fewest of them
-    that hold 60 % of the attention that [cls] (under mean pooling: the patches) pays to them, averaged over the heads.
-    patch_ids is (1, L)."""
+    """Fig. 6: of the newest frame of a state (batch 1), whose patch_ids are (1, L), the ids of the selected patches and
+    of the fewest with 60 % of the attention that [cls] (under mean pooling: the patches) pays them over all heads."""
     q, k, _, _ = trunk.attend(*state)
     selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
     if trunk.padding == "mask":  # patches that are not there neither ask nor are looked at
@@ -867,8 +865,8 @@ def draw_policy_attention(moments, side, path):
 
 def save_video(moments, side, path):
     """All moments (frame, ids of the selected patches, ids of the attended ones) as a GIF file."""
-    figure = Figure(figsize=(3.84, 3.84))
-    image = figure.add_axes((0, 0, 1, 1)).imshow(mark_patches(*moments[0], side))
+    figure = Figure(figsize=(len(moments[0][0]) / 25, len(moments[0][0]) / 25), dpi=100)  # pixel by pixel, four fold
+    image = figure.figimage(mark_patches(*moments[0], side))
     video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*moments[i], side)), len(moments))
     write_whole(path, partial(video.save, writer=PillowWriter(fps=15)))
 
@@ -910,12 +908,12 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
     salient_counts, or None. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
-        if value != getattr(args, name, None):
-            fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
+        for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
+            if value != getattr(args, name, None):
+                fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
         mae.load_state_dict(content["model"])
-    except (KeyError, RuntimeError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
     return content.get("salient_counts")
 
@@ -943,7 +941,7 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     mae, counted = MaskedAutoencoder(**mae_sizes(args)).to(device), None
     given = run_dir / "mae.pt" if (run_dir / "mae.pt").exists() else args.mae_checkpoint
-    if given:
+    if given is not None:
         counted = load_mae(given, mae, args)
         if max_ratio is None and (counted or {}).get("lorenz_slope") != args.lorenz_slope:
             fail(f"{given} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
@@ -951,7 +949,7 @@ if __name__ == "__main__":
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", lambda path: path.write_text(json.dumps(vars(args), indent=2)))
     print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
-    if not given:
+    if given is None:
         num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
         pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, run_dir / "mae")
@@ -962,6 +960,7 @@ if __name__ == "__main__":
     if not (run_dir / "mae.pt").exists():
         save_mae(run_dir / "mae.pt", mae, args, counted)
     (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
+    frames = None  # training needs their memory
     max_patches = ratio_to_patches(max_ratio or ideal_max_ratio(counted["counts"], mae.num_patches), mae.num_patches)
 
     # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
@@ -1007,7 +1006,7 @@ if __name__ == "__main__":
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
 
     began, since = time.perf_counter() - run.seconds, time.perf_counter()
-    progress = tqdm(range(run.step, args.total_timesteps + 1), "training", initial=run.step, unit="step")
+    progress = tqdm(range(run.step, args.total_timesteps + 1), "training", args.total_timesteps, initial=run.step)
     for step in progress:  # `step` steps have been taken
         # Save and evaluate. Nothing of this step exists yet, so a run that is resumed here repeats it whole.
         due = step == args.total_timesteps or step > 0 and args.eval_frequency and step % args.eval_frequency == 0
@@ -1021,7 +1020,8 @@ if __name__ == "__main__":
         if due:  # always the same games, so that evaluations differ by the weights alone
             apart = ErrorMapCache(mae, args.error_cache_size, known=error_map.errors)
             scores, moments = evaluate(
-                online, partial(look_at_patches, mae, apart, max_patches, slope), make_envs(args, args.eval_episodes),
+                online, partial(look_at_patches, mae, apart, max_patches, slope),
+                [make_envs(args, 1) for _ in range(args.eval_episodes)],
                 game_seeds(args.seed, EVALUATE, num=args.eval_episodes), args.frame_stack, args.eval_epsilon,
                 np.random.default_rng([args.seed, EVALUATE]))
             writer.add_scalar("eval/mean", np.mean(scores), step)
@@ -1091,7 +1091,7 @@ if __name__ == "__main__":
         "mean": float(np.mean(scores)), "median": float(np.median(scores)), "scores": scores,
         "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None, "evaluations": run.evaluations,
         "training_scores": run.scores, "steps": step, "updates": run.updates, "games": run.games,
-        "max_patches": max_patches, "cache_misses": error_map.misses, "seconds": time.perf_counter() - began,
+        "max_patches": max_patches, "cache_misses": error_map.misses, "training_seconds": time.perf_counter() - began,
         "device": str(device), "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }

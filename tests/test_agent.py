@@ -338,11 +338,11 @@ def walk(seed, steps, update):
 
 
 def test_learning_reaches_the_best_value():
-    value, passed = walk(seed=0, steps=2500, update=True)
+    value, passed = walk(seed=0, steps=2000, update=True)
     assert passed == LENGTH
     assert value == pytest.approx(BEST, rel=0.1)
 
 
 def test_without_updates_nothing_is_learned():
-    value, passed = walk(seed=0, steps=2500, update=False)
+    value, passed = walk(seed=0, steps=2000, update=False)
     assert passed < LENGTH / 2 and abs(value - BEST) > 0.3 * BEST

@@ -26,19 +26,25 @@ COMMON = [
 OF_MAE = [
     (["--image-size", "100"], "--image-size 100 must be --patch-size 8 times"),
     (["--image-size", "16"], "--image-size 16 must be --patch-size 8 times a whole number of at least 3"),
+    (["--encoder-heads", "5"], "--encoder-dim.* must be multiples of their heads"),
+    (["--decoder-dim", "66", "--decoder-heads", "2"], "--encoder-dim.* must be multiples of their heads"),
+    (["--mae-checkpoint", ""], " ?is not a checkpoint|. is not a checkpoint"),
     (["--mae-mask-ratio", "0.999"], "--mae-mask-ratio 0.999 must leave one of the 144 patches"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt is not a checkpoint .*No such file"),
     (["--mae-checkpoint", "empty.pt"], "empty.pt is not a checkpoint"),
     (["--mae-checkpoint", "small.pt"], "small.pt has image_size 24; give --image-size 24"),
+    (["--mae-checkpoint", "foreign.pt"], "foreign.pt does not fit the auto-encoder"),
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
 ]
 OF_SELECTION = [(["--max-ratio", "0.001"], "--max-ratio 0.001 must keep a patch: at least 0.0069")]
 OF_AGENT = [
-    (["--learning-starts", "100000"], "--learning-starts 100000 must be above --n-step 20 and below --total-timesteps"),
-    (["--learning-starts", "10"], "--learning-starts 10 must be above --n-step 20"),
+    (["--learning-starts", "100000"], "--learning-starts 100000 must be from 21, above --n-step, to 99999"),
+    (["--learning-starts", "10"], "--learning-starts 10 must be from 21"),
+    (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be from 21,.* to 1500"),
+    (["--num-atoms", "1"], "--v-min must be below --v-max, and --num-atoms at least 2"),
     (["--buffer-size", "30"], "--buffer-size 30 must be at least --batch-size"),
-    (["--v-min", "10"], "--v-min 10.0 must be below --v-max 10.0"),
+    (["--v-min", "10"], "--v-min must be below --v-max, and"),
 ]
 ROWS = [(script, *row) for script in SCRIPTS for row in COMMON]
 ROWS += [("spirl_rainbow.py", *row) for row in OF_MAE + OF_SELECTION + OF_AGENT]
@@ -53,6 +59,7 @@ ROWS += [
     ("spirl_baselines.py", ["--mae-frames", "5000"], "--mae-frames is not for --method de-rainbow; leave it out"),
     ("spirl_baselines.py", ["--method", "de-rainbow-p", "--encoder-dim", "32"],
      "--encoder-dim is not for --method de-rainbow-p"),
+    ("spirl_baselines.py", ["--method", "de-rainbow-p", "--mae-frames", "20"], "--mae-frames 20 must be above"),
 ]
 
 
@@ -61,6 +68,7 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
     (tmp_path / "runs/taken").mkdir(parents=True)
     small = {"model": {}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     torch.save(small, tmp_path / "small.pt")
+    torch.save({"model": 5, "sizes": None}, tmp_path / "foreign.pt")
     spirl_mae.save_mae(tmp_path / "pong.pt", spirl_mae.MaskedAutoencoder(), spirl_mae.Args(env_id="ALE/Pong-v5"), None)
     before = set(tmp_path.rglob("*"))
     for script, flags, message in ROWS:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from test_script import LOADED, SMALL, finished, run_here, scalars
+from test_script import SMALL, finished, run_here, scalars
 
 import spirl_baselines as baselines
 import spirl_rainbow as spirl
@@ -166,28 +166,3 @@ def test_de_rainbow_p_has_the_steps_of_table_12(tmp_path, game, random_steps, to
     args = json.loads(arguments.read_text())
     assert args["learning_starts"] == random_steps and args["total_timesteps"] == total
     assert args["buffer_size"] == 100_000
-
-
-def test_all_methods_begin_with_the_same_1600_steps(tmp_path, monkeypatch):
-    """The same actions, clipped rewards and ends of lives and games, whatever the agent sees of them."""
-    small = [*SMALL, "--image-size", "24"]  # 3x3 patches
-    finished(tmp_path, "mae", *small, "--eval-episodes", "1", "--total-timesteps", "125", "--method", "mae-all",
-             script="spirl_baselines.py")
-    flags = ["--learning-starts", 1600, "--total-timesteps", 1610, "--buffer-size", 1700, "--eval-episodes", 1]
-    from_mae = [*LOADED, "--image-size", "24", *flags, "--mae-checkpoint", tmp_path / "runs/mae/mae.pt"]
-    ends = {}
-    for method in METHODS:
-        own = from_mae if method == "mae-all" else [*PIXELS, *flags]
-        ends[method] = run_here(tmp_path, monkeypatch, *own, "--method", method, "--run-name", method, *(
-            ["--mae-frames", 1650] if method == "de-rainbow-p" else []), script="spirl_baselines.py")
-    ends["spirl"] = run_here(tmp_path, monkeypatch, *from_mae, "--run-name", "spirl")
-    replays = {method: end["replay"] for method, end in ends.items()}
-    slots = (replays["spirl"].actions >= 0).nonzero()[:1600, 0]  # a cut-off game's last frame has no action
-    assert len(slots) == 1600 < slots[-1] + 1
-    for name in ("actions", "rewards", "ended", "lives"):
-        first = {method: getattr(replay, name)[: slots[-1] + 1].tolist() for method, replay in replays.items()}
-        assert all(values == first["spirl"] for values in first.values()), name
-    assert replays["spirl"].rewards[slots].sum() > 5 and replays["spirl"].ended[slots].sum() > 5
-    games = {method: [pair for pair in end["run"].scores if pair[0] < 1600] for method, end in ends.items()}
-    assert all(scores == games["spirl"] for scores in games.values()) and len(games["spirl"]) > 2
-    assert {replay.frames.dtype for replay in replays.values()} == {torch.uint8, torch.float16}

@@ -40,7 +40,8 @@ ONLY_SPIRL = {
     "look = partial(look_at_patches, mae, error_map, max_patches, slope)",
     'saved = {"online": online, "target": target, "optimizer": optimizer, "error_map": error_map}',
     "apart = ErrorMapCache(mae, args.error_cache_size, known=error_map.errors)",
-    "online, partial(look_at_patches, mae, apart, max_patches, slope), make_envs(args, args.eval_episodes),",
+    "online, partial(look_at_patches, mae, apart, max_patches, slope),",
+    "[make_envs(args, 1) for _ in range(args.eval_episodes)],",
     # K and the cache exist only where patches are selected.
     'writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
     'writer.add_scalar("charts/cache_misses", error_map.misses, step)',
@@ -55,7 +56,7 @@ ONLY_BASELINES = {
     "replay = Replay(args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma,",
     "args.priority_exponent)",
     'saved = {"online": online, "target": target, "optimizer": optimizer}',
-    "online, look, make_envs(args, args.eval_episodes),",
+    "online, look, [make_envs(args, 1) for _ in range(args.eval_episodes)],",
     '"model": online.state_dict(), "env_id": args.env_id, "args": vars(args), "step": step}))',
     'if args.method == "mae-all":',
     "moments = [(frame, *attended_patches(online.trunk, *seen)) for frame, *seen in moments]",

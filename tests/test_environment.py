@@ -79,8 +79,8 @@ def test_the_last_two_frames_are_pooled():
 
 def test_up_to_30_no_ops_start_a_game():
     env = make("Seaquest")
-    starts = [int(env.reset(seed=np.array([seed]))[1]["frame_number"][0]) for seed in range(40)]
-    assert len(set(starts)) > 15 and 25 < max(starts) <= 31
+    starts = [int(env.reset(seed=np.array([seed]))[1]["frame_number"][0]) for seed in range(30)]
+    assert len(set(starts)) > 12 and 25 < max(starts) <= 31
     env = changed("Seaquest", noop_max=0)
     assert len({int(env.reset(seed=np.array([seed]))[1]["frame_number"][0]) for seed in range(5)}) == 1
 
@@ -188,7 +188,7 @@ def oracle_game(policy, seed, args):
 
 
 def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
-    args = dataclasses.replace(spirl.Args(env_id="ALE/MsPacman-v5"), max_episode_frames=1600)
+    args = dataclasses.replace(spirl.Args(env_id="ALE/MsPacman-v5"), max_episode_frames=1000)
     policy = FirstPixels(9).train()
     seeds = spirl.game_seeds(5, spirl.EVALUATE, num=6)
     expected = [oracle_game(policy, seed, args) for seed in seeds]
@@ -200,7 +200,8 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
         return look_at_pixels(frames)
 
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    scores, moments = spirl.evaluate(policy, look, spirl.make_envs(args, 6), seeds, 4, 0.0, np.random.default_rng(0))
+    envs = [spirl.make_envs(args, 1) for _ in seeds]
+    scores, moments = spirl.evaluate(policy, look, envs, seeds, 4, 0.0, np.random.default_rng(0))
     assert scores == [score for score, _ in expected] and len(set(scores)) > 1
     lengths = [length for _, length in expected]
     assert batches == [sum(length > t for length in lengths) for t in range(max(lengths))]  # only games that go on
@@ -211,4 +212,4 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
     assert frame.shape == (96, 96, 3) and counts.tolist() == [[0, 1, 1, 1]] and number.tolist() == [0]
     assert torch.equal(stack[0, 3], look_at_pixels(frame[None])[0][0])
     rng = np.random.default_rng(0)
-    assert spirl.evaluate(policy, look_at_pixels, spirl.make_envs(args, 6), seeds, 4, 1.0, rng)[0] != scores
+    assert spirl.evaluate(policy, look_at_pixels, envs, seeds, 4, 1.0, rng)[0] != scores

@@ -63,8 +63,8 @@ def test_error_map_against_loops_on_a_real_frame(trained_mae, random_play):
 
 @pytest.fixture(scope="session")
 def plain_maps(trained_mae, random_play):
-    """20 frames of each game, spread over the random play, and their plain error maps."""
-    frames = [torch.from_numpy(random_play[game][7::30][:20].copy()) for game in GAMES]
+    """8 frames of each game, spread over the random play, and their plain error maps."""
+    frames = [torch.from_numpy(random_play[game][7::75][:8].copy()) for game in GAMES]
     with ThreadPoolExecutor(2) as pool:  # one PyTorch thread each
         maps = pool.map(lambda some: torch.cat([reconstruction_error_map(trained_mae, ten) for ten in
                                                 some.split(10)]), frames)
@@ -131,20 +131,20 @@ def test_the_table_can_be_saved(trained_mae, plain_maps, tmp_path):
 def test_errors_of_another_cache_are_read_and_not_written_to(trained_mae, plain_maps):
     frames, plain = plain_maps["ALE/Seaquest-v5"]
     training = spirl.ErrorMapCache(trained_mae)
-    training(frames[:10])
+    training(frames[:4])
     errors, misses = dict(training.errors), training.misses
     evaluation = spirl.ErrorMapCache(trained_mae, known=training.errors)
-    assert (evaluation(frames[:20]) - plain[:20]).abs().max() < 1e-5
+    assert (evaluation(frames[:8]) - plain[:8]).abs().max() < 1e-5
     assert training.errors == errors and training.misses == misses
     alone = spirl.ErrorMapCache(trained_mae)
-    alone(frames[:20])
+    alone(frames[:8])
     assert evaluation.misses == alone.misses - misses  # it computed only what training had not seen
 
 
 def test_an_error_depends_on_its_neighbourhood_alone(trained_mae, random_play):
     frame = torch.from_numpy(random_play["ALE/BattleZone-v5"][:1].copy())
     other = torch.from_numpy(random_play["ALE/MsPacman-v5"][:1].copy())
-    for i, j in ((0, 7), (5, 6)):
+    for i, j in ((0, 7),):
         mixed = other.clone()
         rows, columns = slice(max(8 * i - 8, 0), 8 * i + 16), slice(max(8 * j - 8, 0), 8 * j + 16)
         mixed[:, rows, columns] = frame[:, rows, columns]
@@ -214,7 +214,7 @@ def test_selection_by_hand():
 def test_selection_on_real_errors(plain_maps):
     for _, errors in plain_maps.values():
         for max_patches in (28, 50, 144):
-            check_selection(errors[::5].tolist(), max_patches, 0.5)
+            check_selection(errors[::2].tolist(), max_patches, 0.5)
 
 
 def test_embeddings_are_the_encoder_on_the_selected_patches_alone(trained_mae, plain_maps):

@@ -168,18 +168,7 @@ def test_the_replay_holds_what_the_game_played(tmp_path, small_run, monkeypatch,
     assert close.float().mean() > 0.99  # as can be two patches' errors, whose order then differs
 
 
-def test_the_target_is_copied(tmp_path, small_run, monkeypatch):
-    flags = [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200, "--eval-episodes", 1]
-    for frequency, copied in ((40, True), (41, False)):  # of 80 updates
-        end = run_here(tmp_path, monkeypatch, *flags, "--target-update-frequency", frequency,
-                       "--run-name", f"every{frequency}")
-        assert end["run"].updates == 80
-        weights = [{name: value for name, value in end[network].state_dict().items() if "noise" not in name}
-                   for network in ("online", "target")]
-        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) == copied
-
-
-def test_the_loop_acts_learns_and_keeps_the_best(tmp_path, small_run, monkeypatch):
+def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, monkeypatch):
     """Seen from outside: PyTorch calls hooks at each pass of a network and at each step of an optimiser."""
     acted, betas, evaluated, played = [], {}, {}, []
     make_vec = gym.make_vec
@@ -211,8 +200,9 @@ def test_the_loop_acts_learns_and_keeps_the_best(tmp_path, small_run, monkeypatc
     monkeypatch.setattr(gym, "make_vec", watched)
     hooks = [register_module_forward_hook(passed), register_optimizer_step_post_hook(stepped)]
     try:
-        run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", 200,
-                 "--train-frequency", 4, "--eval-frequency", 40, "--run-name", "watched")
+        end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--run-name",
+                       "watched", "--total-timesteps", 200, "--train-frequency", 4, "--eval-frequency", 40,
+                       "--target-update-frequency", 10)
     finally:
         for hook in hooks:
             hook.remove()
@@ -222,6 +212,10 @@ def test_the_loop_acts_learns_and_keeps_the_best(tmp_path, small_run, monkeypatc
     for (_, *_, before), (step, *_, now) in zip(acted, acted[1:]):
         assert torch.equal(before, now) == (step % 4 != 1), step  # an update in each fourth step
     assert betas == {step: pytest.approx(0.4 + 0.6 * (step - 120) / 80) for step in range(120, 200, 4)}
+    # After 20 updates the target network is the online one, but for its noise.
+    weights = [{name: value for name, value in end[network].state_dict().items() if "noise" not in name}
+               for network in ("online", "target")]
+    assert end["run"].updates == 20 and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     # The report is about the weights that had the largest median, as they were then.
     path = tmp_path / "runs/watched"
     evaluations = json.loads((path / "results.json").read_text())["evaluations"]
@@ -249,22 +243,20 @@ def test_paddings_poolings_and_both_settings(tmp_path, small_run):
     assert second["scores"] == best["scores"] and second["median"] == np.median(best["scores"])
 
 
-def test_the_paper_sizes_and_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path):
-    path, results = finished(
-        tmp_path, "pong", "--env-id", "ALE/Pong-v5", "--mae-frames", "64", "--mae-epochs", "1",
-        "--total-timesteps", "105", "--learning-starts", "90", "--buffer-size", "60", "--max-episode-frames", "120",
-        "--eval-episodes", "2", "--selection", "fixed", "--threads", "1")
-    mae = torch.load(path / "mae.pt", weights_only=True)
-    assert mae["salient_counts"]["lorenz_slope"] == 0.5 and len(mae["salient_counts"]["counts"]) == 64
-    ratio = spirl.ideal_max_ratio(mae["salient_counts"]["counts"], 144)
-    assert results["max_patches"] == spirl.ratio_to_patches(ratio, 144)
-    assert sum(value.numel() for name, value in mae["model"].items() if "pos_embed" not in name) == 790_784
-    assert [value for _, value in scalars(path)["charts/K"]] == [results["max_patches"]]
+def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatch):
+    end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/Pong-v5", "--total-timesteps", 130, "--selection",
+                   "fixed", "--eval-episodes", 1, "--run-name", "pong")
+    counted = torch.load(tmp_path / "runs/pong/mae.pt", weights_only=True)["salient_counts"]
+    assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 64
+    assert end["max_patches"] == spirl.ratio_to_patches(spirl.ideal_max_ratio(counted["counts"], 36), 36)
+    assert set(end["replay"].counts[:130].tolist()) == {end["max_patches"]}
+    online, target = (end[network].trunk.project.weight for network in ("online", "target"))
+    assert end["run"].updates == 10 and not torch.equal(online, target)  # not copied yet
 
 
 def test_evaluating_does_not_change_training(tmp_path, small_run):
     flags = [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", "230",
-             "--learning-starts", "30", "--max-episode-frames", "300", "--eval-episodes", "2"]
+             "--learning-starts", "30", "--max-episode-frames", "200", "--eval-episodes", "1"]
     with ThreadPoolExecutor(2) as pool:
         more = {"once": [], "several": ["--eval-frequency", "60"]}
         runs = pool.map(lambda name: finished(tmp_path, name, *flags, *more[name]), more)
