@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_script import run, run_here
+from test_script import run_here
 
 import spirl_baselines
 import spirl_mae
@@ -82,9 +82,10 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_what_tyro_says_itself(tmp_path, script):
-    done = run(tmp_path, "--seed", "one", script=script)
-    assert done.returncode == 2 and "--seed" in done.stderr and not list(tmp_path.iterdir())
+def test_what_tyro_says_itself(tmp_path, monkeypatch, capsys, script):
+    with pytest.raises(SystemExit) as stop:
+        run_here(tmp_path, monkeypatch, "--seed", "one", script=script)
+    assert stop.value.code == 2 and "--seed" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

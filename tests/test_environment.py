@@ -102,7 +102,7 @@ def test_a_game_that_waits_for_fire_is_started():
 @pytest.mark.parametrize("game", ["Frostbite", "Seaquest", "MsPacman", "BattleZone"])
 def test_a_life_loss_ends_the_return_while_the_game_goes_on(game):
     env = make(game)
-    steps = play(env, 3, random_actions(1500, int(env.single_action_space.n)))
+    steps = play(env, 3, random_actions(1200, int(env.single_action_space.n)))
     over = next(i for i, step in enumerate(steps) if step[2] and step[4] == 0)
     game_lives = [step[4] for step in steps[: over + 1]]
     losses = [i for i in range(1, over + 1) if game_lives[i] < game_lives[i - 1]]

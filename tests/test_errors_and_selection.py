@@ -66,8 +66,7 @@ def plain_maps(trained_mae, random_play):
     """8 frames of each game, spread over the random play, and their plain error maps."""
     frames = [torch.from_numpy(random_play[game][7::75][:8].copy()) for game in GAMES]
     with ThreadPoolExecutor(2) as pool:  # one PyTorch thread each
-        maps = pool.map(lambda some: torch.cat([reconstruction_error_map(trained_mae, ten) for ten in
-                                                some.split(10)]), frames)
+        maps = pool.map(lambda some: reconstruction_error_map(trained_mae, some), frames)
     return dict(zip(GAMES, zip(frames, maps)))
 
 

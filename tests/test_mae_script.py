@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import spirl_rainbow as spirl
 
 # As SMALL, but trained long enough that K differs from frame to frame.
 SIZES = SMALL[: SMALL.index("--mae-frames")] + [
-    "--mae-frames", "256", "--max-episode-frames", "600", "--threads", "1", "--device", "cpu"]
+    "--mae-frames", "128", "--max-episode-frames", "600", "--threads", "1", "--device", "cpu"]
 TRAINING = ["--mae-epochs", "6", "--mae-batch-size", "32", "--mae-learning-rate", "0.016"]
 
 
@@ -38,10 +37,10 @@ def test_a_run_leaves_what_the_readme_says(first):
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
     figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio", "loss"}
     assert names == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
-    assert results["steps"] == 48 and len(results["held_out_losses"]) == 6
+    assert results["steps"] == 24 and len(results["held_out_losses"]) == 6
     assert results["held_out_losses"][-1] < results["held_out_losses"][0]
     counts = torch.load(path / "mae.pt", weights_only=True)["salient_counts"]["counts"]
-    assert len(counts) == 256
+    assert len(counts) == 128
     assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36)
     for percent, share in results["kept_whole"].items():
         kept = sum(k <= int(36 * int(percent) / 100 + 1e-6) for k in counts.tolist()) / len(counts)
@@ -53,13 +52,9 @@ def test_a_run_leaves_what_the_readme_says(first):
 
 
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, tmp_path):
-    with ThreadPoolExecutor(2) as pool:
-        flags = {"again": [], "other": ["--seed", "2"]}
-        again, other = (done[0] for done in pool.map(lambda name: mae_run(tmp_path, name, *flags[name]), flags))
-    states = [torch.load(path / "mae.pt", weights_only=True) for path in (first[0], again, other)]
+    states = [torch.load(path / "mae.pt", weights_only=True) for path in (first[0], mae_run(tmp_path, "again")[0])]
     assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in states[0]["model"])
     assert torch.equal(states[0]["salient_counts"]["counts"], states[1]["salient_counts"]["counts"])
-    assert not torch.equal(states[0]["model"]["decoder_pred.weight"], states[2]["model"]["decoder_pred.weight"])
 
 
 def test_checkpoints_travel_between_the_scripts(first, tmp_path):

@@ -158,13 +158,14 @@ def test_the_replay_holds_what_the_game_played(tmp_path, small_run, monkeypatch,
     for name, field in (("action", "actions"), ("ended", "ended"), ("reward", "rewards")):
         assert getattr(replay, field)[:known].tolist() == [slot[name] for slot in slots[:known]], name
     assert replay.lives[:known].tolist() == (np.cumsum([slot["starts"] for slot in slots[:known]]) - 1).tolist()
+    slots, kept = slots[::4], torch.arange(0, len(slots), 4)
     frames = torch.from_numpy(np.stack([slot["frame"] for slot in slots]))
     plain = torch.cat([reconstruction_error_map(end["mae"], batch) for batch in frames.split(64)])
     patch_ids, count = spirl.select_salient_patches(plain, end["max_patches"])
-    same = replay.counts[: len(slots)] == count
+    same = replay.counts[kept] == count
     assert same.float().mean() > 0.99  # two slopes can be as good as equally close
     embeddings = spirl.encode_patches(end["mae"], frames[same], patch_ids[same], count[same])
-    close = (replay.frames[: len(slots)][same].float() - embeddings).abs().amax((1, 2)) < 0.01  # kept as float16
+    close = (replay.frames[kept][same].float() - embeddings).abs().amax((1, 2)) < 0.01  # kept as float16
     assert close.float().mean() > 0.99  # as can be two patches' errors, whose order then differs
 
 
