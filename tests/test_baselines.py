@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, in_background
 from test_script import SMALL, finished, run_here, scalars
 
 import spirl_baselines as baselines
@@ -99,17 +98,19 @@ def test_memory_of_a_100k_replay():
         assert sum(value.numel() * value.element_size() for value in tensors) < limit
 
 
-def test_each_method_from_the_shell(tmp_path):
+@in_background
+def each_method(folder):
     """Frostbite in the 100K setting's regime, MsPacman in the 400K setting's, both in small."""
-    in_400k = ["--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "135"]
+    in_400k = ["--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "95"]
     flags = {"de-rainbow": [*PIXELS, "--capture-video"], "de-rainbow-p": [*PIXELS, "--mae-frames", "150", *in_400k],
              "mae-all": [*SMALL, "--capture-video"]}
-    with ThreadPoolExecutor(2) as pool:
-        done = dict(zip(METHODS, pool.map(lambda method: finished(
-            tmp_path, method, *flags[method], "--total-timesteps", "240", "--method", method,
-            script="spirl_baselines.py"), METHODS)))
-    for method, (path, results) in done.items():
-        steps, updates = (270, 30) if method == "de-rainbow-p" else (240, 120)  # 30 more random ones
+    return {method: finished(folder, method, *flags[method], "--total-timesteps", "160", "--method", method,
+                             script="spirl_baselines.py") for method in METHODS}
+
+
+def test_each_method_from_the_shell(each_method):
+    for method, (path, results) in each_method.items():
+        steps, updates = (190, 10) if method == "de-rainbow-p" else (160, 40)  # 30 more random ones
         assert results["method"] == method and (results["steps"], results["updates"]) == (steps, updates)
         names = {str(file.relative_to(path)) for file in path.rglob("*") if "." in file.name}
         names = {name for name in names if "tfevents" not in name}
@@ -121,9 +122,9 @@ def test_each_method_from_the_shell(tmp_path):
         assert scalars(path).keys() >= {"charts/episodic_return", "charts/SPS", "eval/mean"}
         agent = torch.load(path / "agent.pt", weights_only=True)
         assert ("trunk.conv1.weight" in agent["model"]) == (method != "mae-all")
-    assert done["de-rainbow"][1]["protocol"].startswith("mean of the final weights")
-    assert done["de-rainbow-p"][1]["protocol"].startswith("best median")
-    assert [evaluation["step"] for evaluation in done["de-rainbow-p"][1]["evaluations"]] == [135, 270]
+    assert each_method["de-rainbow"][1]["protocol"].startswith("mean of the final weights")
+    assert each_method["de-rainbow-p"][1]["protocol"].startswith("best median")
+    assert [evaluation["step"] for evaluation in each_method["de-rainbow-p"][1]["evaluations"]] == [95, 190]
 
 
 def test_de_rainbow_p_starts_from_random_steps_alone(tmp_path, monkeypatch):

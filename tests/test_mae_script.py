@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from conftest import in_background
 from test_mae import count
 from test_script import LOADED, SMALL, finished, run
 
@@ -27,9 +28,17 @@ def mae_run(folder, name, *flags):
     return path, json.loads((path / "results.json").read_text()), done.stdout
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    return mae_run(tmp_path_factory.mktemp("mae"), "first")
+@in_background
+def first(folder):
+    return mae_run(folder, "first")
+
+
+@in_background
+def again(folder):
+    """The same once more; its mae.pt in spirl_rainbow.py, and what that leaves in spirl_mae.py."""
+    second = mae_run(folder, "second")
+    played = finished(folder, "played", *LOADED, "--total-timesteps", "130", "--mae-checkpoint", second[0] / "mae.pt")
+    return second, played, mae_run(folder, "looked", "--mae-checkpoint", played[0] / "mae.pt")
 
 
 def test_a_run_leaves_what_the_readme_says(first):
@@ -51,19 +60,17 @@ def test_a_run_leaves_what_the_readme_says(first):
         assert re.search(rf"^{part} +{number:,}$", printed, re.MULTILINE)
 
 
-def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, tmp_path):
-    states = [torch.load(path / "mae.pt", weights_only=True) for path in (first[0], mae_run(tmp_path, "again")[0])]
+def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, again):
+    states = [torch.load(path / "mae.pt", weights_only=True) for path, *_ in (first, again[0])]
     assert all(torch.equal(states[0]["model"][name], states[1]["model"][name]) for name in states[0]["model"])
     assert torch.equal(states[0]["salient_counts"]["counts"], states[1]["salient_counts"]["counts"])
 
 
-def test_checkpoints_travel_between_the_scripts(first, tmp_path):
-    path, results = finished(tmp_path, "rainbow", *LOADED, "--total-timesteps", "130",
-                             "--mae-checkpoint", first[0] / "mae.pt")
+def test_checkpoints_travel_between_the_scripts(first, again):
+    _, (played, results), (looked, seen, _) = again
     assert results["updates"] == 10
-    looked, seen, _ = mae_run(tmp_path, "looked", "--mae-checkpoint", path / "mae.pt")
     assert seen["steps"] == 0 and not (looked / "figures/loss.png").exists()
-    begun, *others = [torch.load(file / "mae.pt", weights_only=True) for file in (first[0], path, looked)]
+    begun, *others = [torch.load(path / "mae.pt", weights_only=True) for path in (first[0], played, looked)]
     for other in others:
         assert all(torch.equal(begun["model"][name], other["model"][name]) for name in begun["model"])
         assert torch.equal(begun["salient_counts"]["counts"], other["salient_counts"]["counts"])
@@ -93,7 +100,7 @@ def images(axis):
 
 
 def test_the_reconstruction_figure(trained_mae, random_play, drawn):
-    frames = torch.from_numpy(random_play["ALE/MsPacman-v5"][::250].copy())
+    frames = torch.from_numpy(random_play["ALE/MsPacman-v5"][::200].copy())
     spirl_mae.draw_reconstruction(trained_mae, frames, None)
     axes = np.array(drawn[0].axes[: 6 * len(frames)]).reshape(len(frames), 6)
     titles = [axis.get_title().replace("\n", " ") for axis in axes[0]]
@@ -126,8 +133,8 @@ def is_marked(picture, i, side=12):
 
 
 def test_the_selection_figures(trained_mae, random_play, drawn):
-    frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][::50].copy())
-    errors = spirl_mae.reconstruction_error_map(trained_mae, frames)
+    frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][::34].copy())
+    errors = spirl_mae.ErrorMapCache(trained_mae)(frames)
     patch_ids, count = spirl.select_salient_patches(errors, 144)
     spirl_mae.draw_selection(trained_mae, frames[:3], errors[:3], (0.2, 0.1), 0.5, None)
     axes = np.array(drawn[0].axes).reshape(4, 3)

@@ -11,20 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, in_background
 from test_script import SMALL, finished, run, run_here, scalars
 
 import spirl_mae
 
 # Short games and few of them: an evaluation is soon over.
-TINY = [*SMALL, "--mae-epochs", "3", "--total-timesteps", "170", "--checkpoint-frequency", "20",
-        "--eval-frequency", "90", "--max-episode-frames", "240", "--eval-episodes", "1"]
-RUNS = {
-    "spirl": ["spirl_rainbow.py", *TINY],
-    "de-rainbow-p": ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150",
-                     *SMALL[SMALL.index("--max-episode-frames") :], "--total-timesteps", "170",
-                     "--checkpoint-frequency", "20", "--eval-frequency", "90", "--eval-episodes", "1"],
-}
+SHORT = ["--total-timesteps", "170", "--checkpoint-frequency", "20", "--eval-frequency", "90", "--eval-episodes", "1"]
+SPIRL = ["spirl_rainbow.py", *SMALL, *SHORT, "--mae-epochs", "3", "--max-episode-frames", "240"]
+DE_RAINBOW_P = ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150",
+                *SMALL[SMALL.index("--max-episode-frames") :], *SHORT]
 
 
 def same_end(one, two):
@@ -47,23 +43,17 @@ def same_end(one, two):
     assert not list(two.rglob("checkpoint.pt"))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """whole(name): the folder of a run of RUNS that was never stopped."""
-    folder, done = tmp_path_factory.mktemp("whole"), {}
-
-    def run_once(name):
-        if name not in done:
-            script, *flags = RUNS[name]
-            done[name] = finished(folder, name, *flags, script=script)[0]
-        return done[name]
-
-    return run_once
+@in_background
+def whole(folder):
+    """The folders of a run of either script that was never stopped."""
+    return [finished(folder, script, *flags, script=script)[0] for script, *flags in (SPIRL, DE_RAINBOW_P)]
 
 
 def test_killed_at_random_instants(tmp_path, whole, request):
-    """`--kills 20` for more. Every other run is killed twice, the second time while it goes on."""
-    path, kills, seed = whole("spirl"), request.config.getoption("--kills"), random.randrange(10**6)
+    """Every other run is killed twice, the second time while it goes on."""
+    if not request.config.option.kills:
+        pytest.skip("takes 15 seconds a kill: --kills 20")
+    path, kills, seed = whole[0], request.config.option.kills, random.randrange(10**6)
     began = (path / "args.json").stat().st_mtime
     lasts = (path / "results.json").stat().st_mtime - began
     rng = random.Random(seed)
@@ -71,7 +61,7 @@ def test_killed_at_random_instants(tmp_path, whole, request):
     print(f"seed {seed}: kills after", [f"{instant:.1f} s" for instant in instants])
 
     def kill(folder, flags, instant):
-        process = subprocess.Popen([sys.executable, ROOT / RUNS["spirl"][0], *flags], cwd=tmp_path,
+        process = subprocess.Popen([sys.executable, ROOT / SPIRL[0], *flags], cwd=tmp_path,
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and not (folder / "args.json").exists():
             time.sleep(0.01)
@@ -84,7 +74,7 @@ def test_killed_at_random_instants(tmp_path, whole, request):
 
     def survive(number, sooner=1.0):
         folder = tmp_path / "runs" / f"kill{number}"
-        told = [kill(folder, [*RUNS["spirl"][1:], "--run-name", folder.name], sooner * instants[number])]
+        told = [kill(folder, [*SPIRL[1:], "--run-name", folder.name], sooner * instants[number])]
         if number % 2 and not (folder / "results.json").exists():
             told.append(kill(folder, ["--resume", folder], sooner * random.Random(seed + number).uniform(3, 9)))
         if (folder / "results.json").exists():  # this one was faster than the first: once more, a little earlier
@@ -105,14 +95,14 @@ import os, runpy, signal, sys
 
 import torch
 
-where, call, script, *sys.argv[1:] = sys.argv[1:]
-left = int(call)
+where, left, script, *sys.argv[1:] = sys.argv[1:]
+left = int(left)
 
 
 def deadly(function, before=True, half=False):
     def wrapped(*args, **more):
         global left
-        counts = "checkpoint.pt" in str(args[1]) and "/mae/" not in str(args[1]) if "a checkpoint" in where else True
+        counts = "checkpoint" not in where or "checkpoint.pt" in str(args[1]) and "/mae/" not in str(args[1])
         left -= counts
         if left == 0 and counts:
             if not before:
@@ -138,31 +128,54 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("first, second", [
-    # steps of pre-training are 2 an epoch; updates begin at step 120, and games last 60 steps; checkpoints are
-    # written at steps 20, 40, 60, 80, 90 (before an evaluation), 100 and so on
-    (("spirl", "a step of pre-training", 4), ("de-rainbow-p", "an update", 11)),
-    (("spirl", "a checkpoint half written", 5), ("de-rainbow-p", "a checkpoint not yet renamed", 7)),
-])
-def test_killed_at_a_chosen_instant(tmp_path, whole, first, second):
-    def survive(case):
-        name, where, call = case
-        folder = tmp_path / "runs" / f"{name}-{where}-{call}".replace(" ", "-")
-        script, *flags = RUNS[name]
-        command = [sys.executable, "-c", KILLER, where, call, ROOT / script, *flags, "--run-name", folder.name]
-        killed = subprocess.run([str(part) for part in command], cwd=tmp_path, capture_output=True, text=True)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-        done = run(tmp_path, "--resume", folder, script=script)
-        assert done.returncode == 0, done.stderr[-2000:]
-        same_end(whole(name), folder)
+def killed(folder, script, flags, *instants):
+    """The folder of a run that is killed at each of the instants (where, call) in turn, going on in between."""
+    flags = [*flags, "--run-name", "killed"]
+    for where, call in instants:
+        command = [sys.executable, "-c", KILLER, where, call, ROOT / script, *flags]
+        done = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, (where, done.stderr[-2000:])
+        flags = ["--resume", "runs/killed"]
+    return folder / "runs/killed"
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(whole, (first[0], second[0])))
-        list(pool.map(survive, (first, second)))
+
+@in_background
+def killed_and_resumed(folder):
+    """SPIRL, killed in the second epoch of pre-training, in a game, and twice in a checkpoint; then it may end."""
+    path = killed(folder, SPIRL[0], SPIRL[1:], ("a step of pre-training", 4), ("an update", 30),
+                  ("a checkpoint half written", 1), ("a checkpoint not yet renamed", 2))
+    done = run(folder, "--resume", "runs/killed")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return path
+
+
+@in_background
+def killed_baseline(folder):
+    """DE-Rainbow-P, killed in a game, and not gone on with."""
+    return killed(folder, DE_RAINBOW_P[0], DE_RAINBOW_P[1:], ("an update", 30))
+
+
+def test_killed_at_chosen_instants(whole, killed_and_resumed):
+    same_end(whole[0], killed_and_resumed)
+
+
+def test_a_baseline_goes_on_only_where_its_game_comes_back(tmp_path, whole, killed_baseline, monkeypatch, capsys):
+    path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
+    content = torch.load(path / "checkpoint.pt", weights_only=True)
+    assert content["run"]["step"] == 160 and len(content["run"]["actions"]) == 60  # in the middle of the second game
+    torch.save({**content, "observation": content["observation"] + 1}, path / "checkpoint.pt")  # another picture
+    for message in ("the game is not where it was at step 160", "checkpoint.pt is not a checkpoint"):
+        with pytest.raises(SystemExit) as stop:
+            run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+        (path / "checkpoint.pt").write_bytes((path / "checkpoint.pt").read_bytes()[:1000])
+    torch.save(content, path / "checkpoint.pt")
+    run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+    same_end(whole[1], path)
 
 
 def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, whole, monkeypatch, capsys):
-    finished_run, other_script = whole("spirl"), tmp_path / "other"
+    finished_run, other_script = whole[0], tmp_path / "other"
     other_script.mkdir()
     (other_script / "args.json").write_text(json.dumps(vars(spirl_mae.Args())))
     (tmp_path / "empty").mkdir()
@@ -173,18 +186,3 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, whole, monkeypatch, 
         err = capsys.readouterr().err
         assert stop.value.code == 2 and err.count("\n") == 1
         assert err.startswith(f"error: --resume {folder} is not the folder of an unfinished run of this script")
-
-
-def test_a_game_that_does_not_come_back_is_refused(tmp_path, whole):
-    script, *flags = RUNS["de-rainbow-p"]
-    command = [sys.executable, "-c", KILLER, "an update", "30", ROOT / script, *flags, "--run-name", "run"]
-    subprocess.run([str(part) for part in command], cwd=tmp_path, capture_output=True)
-    path = tmp_path / "runs/run/checkpoint.pt"
-    content = torch.load(path, weights_only=True)
-    content["observation"] += 1  # as if the emulator drew another picture
-    torch.save(content, path)
-    done = run(tmp_path, "--resume", "runs/run", script=script)
-    assert done.returncode == 2 and "the game is not where it was at step 160" in done.stderr
-    path.write_bytes(path.read_bytes()[:1000])
-    done = run(tmp_path, "--resume", "runs/run", script=script)
-    assert done.returncode == 2 and "checkpoint.pt is not a checkpoint" in done.stderr

@@ -5,13 +5,12 @@ import platform
 import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, in_background
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -55,15 +54,14 @@ def scalars(path):
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory):
+@in_background
+def small_run(folder):
     """The 100K setting in small, with evaluation at the end, on Frostbite."""
-    folder = tmp_path_factory.mktemp("small")
-    return folder, *finished(folder, "first", *SMALL, "--total-timesteps", "240", "--capture-video")
+    return finished(folder, "first", *SMALL, "--total-timesteps", "240", "--capture-video")
 
 
 def test_a_run_leaves_what_the_readme_says(small_run):
-    _, path, results = small_run
+    path, results = small_run
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
     assert names == {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png",
                      "videos/policy.gif"}
@@ -84,7 +82,7 @@ def test_a_run_leaves_what_the_readme_says(small_run):
 
 
 def test_tensorboard_has_the_curves(small_run):
-    _, path, results = small_run
+    path, results = small_run
     curves = scalars(path)
     assert curves.keys() == {"charts/episodic_return", "charts/episodic_length", "losses/loss", "losses/grad_norm",
                              "losses/q_values", "charts/K", "charts/SPS", "charts/cache_misses", "eval/mean",
@@ -145,7 +143,7 @@ def oracle_slots(args, steps):
 
 
 @pytest.mark.parametrize("max_frames, cut_off", [(108_000, False), (900, True)])
-def test_the_replay_holds_what_the_game_played(tmp_path, small_run, monkeypatch, max_frames, cut_off):
+def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, max_frames, cut_off):
     end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", 701,
                    "--learning-starts", 700, "--buffer-size", 800, "--max-episode-frames", max_frames,
                    "--eval-episodes", 1, "--image-size", 40, "--run-name", "here")
@@ -201,9 +199,9 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
     monkeypatch.setattr(gym, "make_vec", watched)
     hooks = [register_module_forward_hook(passed), register_optimizer_step_post_hook(stepped)]
     try:
-        end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--run-name",
+        end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--run-name",
                        "watched", "--total-timesteps", 200, "--train-frequency", 4, "--eval-frequency", 40,
-                       "--target-update-frequency", 10)
+                       "--target-update-frequency", 10, "--max-episode-frames", 240)
     finally:
         for hook in hooks:
             hook.remove()
@@ -227,17 +225,18 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
     assert not torch.equal(evaluated[120]["trunk.project.weight"], evaluated[200]["trunk.project.weight"])
 
 
-def test_paddings_poolings_and_both_settings(tmp_path, small_run):
-    """Frostbite with the MAE of the first run, in the 100K setting's regime; MsPacman with one of its own, in the 400K
-    setting's."""
-    short = ["--total-timesteps", "160", "--max-episode-frames", "300", "--eval-episodes", "2"]
-    runs = {"frostbite": [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--padding", "mask", *short],
-            "mspacman": [*SMALL, "--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "80",
-                         "--padding", "token", "--pooling", "mean", *short]}
-    with ThreadPoolExecutor(2) as pool:  # two runs at once, of one thread each
-        (frostbite, first), (_, second) = pool.map(lambda name: finished(tmp_path, name, *runs[name]), runs)
-    models = [torch.load(path / "mae.pt", weights_only=True)["model"] for path in (frostbite, small_run[1])]
-    assert first["updates"] == 40 and all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+@in_background
+def other_settings(folder):
+    """Frostbite with a padding of its own, and MsPacman with another one and mean pooling in the 400K setting's regime."""
+    short = ["--max-episode-frames", "300", "--eval-episodes", "2", "--total-timesteps", "160"]
+    return (finished(folder, "mask", *SMALL, *short, "--padding", "mask"),
+            finished(folder, "token", *SMALL, *short, "--padding", "token", "--pooling", "mean", "--env-id",
+                     "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "80"))
+
+
+def test_paddings_poolings_and_both_settings(other_settings):
+    (_, first), (_, second) = other_settings
+    assert first["updates"] == 40
     assert second["updates"] == 10 and second["protocol"].startswith("best median")
     assert [evaluation["step"] for evaluation in second["evaluations"]] == [80, 160]
     best = max(second["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
@@ -255,13 +254,16 @@ def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatc
     assert end["run"].updates == 10 and not torch.equal(online, target)  # not copied yet
 
 
-def test_evaluating_does_not_change_training(tmp_path, small_run):
-    flags = [*LOADED, "--mae-checkpoint", small_run[1] / "mae.pt", "--total-timesteps", "230",
-             "--learning-starts", "30", "--max-episode-frames", "200", "--eval-episodes", "1"]
-    with ThreadPoolExecutor(2) as pool:
-        more = {"once": [], "several": ["--eval-frequency", "60"]}
-        runs = pool.map(lambda name: finished(tmp_path, name, *flags, *more[name]), more)
-        (seldom, once), (often, several) = runs
+@in_background
+def seldom_and_often_evaluated(folder):
+    """The same training twice, evaluated once and four times."""
+    flags = [*SMALL, "--total-timesteps", "230", "--learning-starts", "30", "--max-episode-frames", "200",
+             "--eval-episodes", "1"]
+    return finished(folder, "seldom", *flags), finished(folder, "often", *flags, "--eval-frequency", "60")
+
+
+def test_evaluating_does_not_change_training(seldom_and_often_evaluated):
+    (seldom, once), (often, several) = seldom_and_often_evaluated
     assert [evaluation["step"] for evaluation in several["evaluations"]] == [60, 120, 180, 230]
     assert once["training_scores"] == several["training_scores"] and once["cache_misses"] == several["cache_misses"]
     assert once["scores"] == several["evaluations"][-1]["scores"]
