@@ -43,7 +43,6 @@ from tqdm import tqdm
 gym.register_envs(ale_py)
 
 # --------------------------------------------------------------------------------------------------------- 1. Arguments
-
 @dataclass
 class Args:
     """The command line: each field is a flag, and the comment beside or above it the flag's help."""
@@ -62,6 +61,8 @@ class Args:
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
+    mae_mask_spread: float = 0.0  # ours: each batch's share is drawn from mae_mask_ratio plus or minus this (paper: 0)
+    mae_amp: bool = False  # ours: pre-train in bfloat16 where PyTorch's autocast does (faster on a GPU or CPU with it)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off; its last state has a value (Table 9)
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
@@ -78,7 +79,6 @@ class Args:
     # but the authors' code divides the curve's rise over two patches by one patch's step, which makes it 0.5
     lorenz_slope: float = 0.5
     coverage: float = 0.999  # mr* keeps every salient patch of more than this share of the frames (Appendix B.5)
-
 
 
 def fail(message):
@@ -103,11 +103,11 @@ def parse_args():
 
 def check_each(args):
     """Stop with one line if an argument cannot work whatever the others are."""
-    shares = "mae_mask_ratio max_ratio coverage gamma priority_exponent priority_weight eval_epsilon".split()
-    zeros = shares[3:] + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
+    shares = "max_ratio coverage mae_mask_ratio mae_mask_spread gamma priority_exponent priority_weight eval_epsilon"
+    zeros = shares.split()[3:] + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares else 2**31
+            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares.split() else 2**31
             if not (low < value <= high or value == 0 and name in zeros):  # so written, it refuses nan, too
                 above = f"from {low}" if name in zeros else f"above {low}"
                 fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
@@ -131,8 +131,8 @@ def check_args(args):
         (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
          and args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim and --decoder-dim must be multiples of their heads and of 4"),
-        (int(num_patches * (1 - args.mae_mask_ratio)) > 0,
-         f"--mae-mask-ratio {args.mae_mask_ratio} must leave one of the {num_patches} patches to see"),
+        (int(num_patches * (1 - args.mae_mask_ratio - args.mae_mask_spread)) > 0,
+         f"--mae-mask-ratio plus --mae-mask-spread must leave one of the {num_patches} patches to see"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
          f"--max-ratio {args.max_ratio} must keep a patch: at least {1 / num_patches:.4f}"),
         (args.coverage < 1, f"--coverage {args.coverage} must be below 1: mr* keeps more than that share whole"),
@@ -154,7 +154,6 @@ def pick_device(name):
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
-
 # Each purpose has random streams of its own, so that evaluating more, say, never changes what training sees.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
@@ -183,7 +182,6 @@ def game_seeds(seed, *purpose, num=1):
 
 
 # ------------------------------------------------------------------------------------------------------------- 3. Model
-
 def sincos_positions(dim, side):
     """Fixed 2-D sine-cosine positions (1 + side**2, dim): zeros for [cls], then patches row by row. The first half of
     the width encodes the column, the second half the row, each as [sin | cos]."""
@@ -212,8 +210,9 @@ class Block(nn.Module):
         if row is not None:  # only this token asks
             batch = torch.arange(len(x), device=x.device)
             x, q = x[batch, row][:, None], q[batch, :, row][:, :, None]  # (B, 1, D), (B, H, 1, d)
-        looked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-        x = x + self.attn.proj(looked)
+        with torch.autocast(x.device.type, enabled=False):  # under --mae-amp this stays float32: on a CPU it is faster
+            looked = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+        x = x + self.attn.proj(looked.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
@@ -270,7 +269,7 @@ class MaskedAutoencoder(nn.Module):
         `wanted` (B,) only that patch of each, (B, p*p*3): the last layer then computes no other."""
         x = self.decoder_embed(latent)  # (B, 1+K, D)
         places = ids[..., None].expand(-1, -1, x.shape[2])
-        patches = self.mask_token.expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
+        patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
@@ -319,11 +318,11 @@ def warmup_cosine(step, steps, peak):
 def pretrain_mae(args, mae, frames, held_out, device, folder):
     """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, watch its loss on `held_out` ones. Returns
     {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves and, after each epoch,
-    checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite."""
+    checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite. With
+    args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36."""
     frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
-    decayed = [p for p in mae.parameters() if p.ndim > 1]
-    others = [p for p in mae.parameters() if p.ndim <= 1]  # biases and LayerNorm
-    groups = [{"params": decayed, "weight_decay": args.mae_weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": [p for p in mae.parameters() if p.ndim > 1], "weight_decay": args.mae_weight_decay},
+              {"params": [p for p in mae.parameters() if p.ndim <= 1], "weight_decay": 0.0}]  # biases and LayerNorm
     peak = args.mae_learning_rate * args.mae_batch_size / 256
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
@@ -336,12 +335,15 @@ def pretrain_mae(args, mae, frames, held_out, device, folder):
     writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # what came after the checkpoint comes again
     progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches, unit="batch")
     for epoch in range(first_epoch, args.mae_epochs):
-        order = torch.from_numpy(np.random.default_rng([args.seed, PRETRAIN, epoch]).permutation(len(frames)))
+        rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
+        order = torch.from_numpy(rng.permutation(len(frames)))
         masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, epoch)[0]))
         for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
-            loss, _, _ = mae(frames[batch].to(device), args.mae_mask_ratio, masks)
+            mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.mae_amp):
+                loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.get_total_norm([p.grad for p in mae.parameters()], error_if_nonfinite=True)
@@ -363,7 +365,6 @@ def pretrain_mae(args, mae, frames, held_out, device, folder):
 
 
 # --------------------------------------------------------------------------------------------------------- 4. Selection
-
 def surrounding_patches(side):
     """surr(i, j): for each of the side**2 patches a list of the ids of the 8 around it (5 on an edge, 3 in a corner).
     The paper's formula, read literally, gives the four diagonal ones; its figures and the authors' code have all 8."""
@@ -519,7 +520,6 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
 
 
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
-
 BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # told apart by colour-blind readers too
 
 
@@ -660,7 +660,6 @@ def draw_loss(losses, held_out, path):
 
 
 # ------------------------------------------------------------------------------------------------------------- 6. Files
-
 def write_whole(path, write):
     """Call `write(temporary_path)`, then rename the file to `path`: a kill leaves it whole, or as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,8 @@ OF_MAE = [
     (["--encoder-heads", "5"], "--encoder-dim.* must be multiples of their heads"),
     (["--decoder-dim", "66", "--decoder-heads", "2"], "--encoder-dim.* must be multiples of their heads"),
     (["--mae-checkpoint", ""], " ?is not a checkpoint|. is not a checkpoint"),
-    (["--mae-mask-ratio", "0.999"], "--mae-mask-ratio 0.999 must leave one of the 144 patches"),
+    (["--mae-mask-ratio", "0.999"], "--mae-mask-ratio plus --mae-mask-spread must leave one of the 144 patches"),
+    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio plus --mae-mask-spread must leave one of the 144 patches"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt is not a checkpoint .*No such file"),
     (["--mae-checkpoint", "empty.pt"], "empty.pt is not a checkpoint"),
@@ -93,9 +94,9 @@ def test_every_number_is_checked(script, capsys):
     """Negative, zero, not a number, infinite, and shares above 1, in every field that is a number."""
     module, tried = SCRIPTS[script], 0
     zero_works = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "eval_epsilon", "gamma", "noisy_std",
-                  "mae_weight_decay", "priority_exponent", "priority_weight", "v_min", "v_max"}
-    shares = {"gamma", "mae_mask_ratio", "max_ratio", "coverage", "priority_exponent", "priority_weight",
-              "eval_epsilon"}
+                  "mae_weight_decay", "mae_mask_spread", "priority_exponent", "priority_weight", "v_min", "v_max"}
+    shares = {"gamma", "mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "priority_exponent",
+              "priority_weight", "eval_epsilon"}
     for field in dataclasses.fields(module.Args):
         if field.type not in (int, float, int | None, float | None):
             continue

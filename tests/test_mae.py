@@ -271,12 +271,44 @@ def test_the_optimiser_is_that_of_table_5(random_play, monkeypatch, tmp_path):
     assert set(ratios) == {0.6} and len(ratios) == 12 + 2  # the held-out loss too, once an epoch
 
 
-def test_pretraining_on_real_frames_lowers_the_held_out_loss(trained_mae, random_play):
-    assert trained_mae.losses["loss"][0][1] > 0.9  # at first no better than each patch's mean, zero after Eq. (2)
-    flat = np.concatenate([frames[-32:] for frames in random_play.values()])
-    zero = spirl.normalize_patches(trained_mae.patchify(torch.from_numpy(flat)).float() / 255).square().mean().item()
-    assert [step for step, _ in trained_mae.losses["held_out_loss"]] == [3, 7, 11]
-    assert trained_mae.losses["held_out_loss"][-1][1] < zero
+def test_pretraining_on_real_frames_lowers_the_held_out_loss(random_play, tmp_path):
+    frames = np.concatenate([random_play[game][::5] for game in random_play])
+    torch.manual_seed(0)
+    mae, args = spirl.MaskedAutoencoder(encoder_depth=1), spirl.Args(mae_epochs=3, mae_learning_rate=4e-3)
+    losses = spirl.pretrain_mae(args, mae, frames, frames[::9], torch.device("cpu"), tmp_path)
+    assert losses["loss"][0][1] > 0.9  # at first no better than each patch's mean, zero after Eq. (2)
+    zero = spirl.normalize_patches(mae.patchify(torch.from_numpy(frames)).float() / 255).square().mean().item()
+    assert [step for step, _ in losses["held_out_loss"]] == [4, 9, 14]
+    assert losses["held_out_loss"][-1][1] < zero
+
+
+def test_the_mask_ratio_is_spread_over_the_batches(random_play, tmp_path):
+    ratios, frames = [], random_play["ALE/Frostbite-v5"][:160]
+    mae = spirl.MaskedAutoencoder(encoder_depth=1, decoder_dim=32, decoder_depth=1)
+    mae.register_forward_pre_hook(lambda module, inputs: ratios.append(inputs[1]))
+    args = spirl.Args(mae_epochs=10, mae_batch_size=8, mae_mask_ratio=0.7, mae_mask_spread=0.25)
+    spirl.pretrain_mae(args, mae, frames, frames[:8], torch.device("cpu"), tmp_path)
+    held_out, drawn = ratios[20::21], np.delete(ratios, slice(20, None, 21))  # 20 batches an epoch
+    assert held_out == [0.7] * 10 and len(drawn) == len(set(drawn)) == 200
+    counts, _ = np.histogram(drawn, 5, (0.45, 0.95))
+    assert counts.sum() == 200 and counts.min() > 20  # 40 each, but for chance
+
+
+def test_pretraining_in_bfloat16(random_play, tmp_path):
+    """The linear layers compute in bfloat16, attention in float32; the weights are float32 and hardly differ."""
+    frames, seen = random_play["ALE/Frostbite-v5"][:96], {False: set(), True: set()}
+    weights, losses = {}, {}
+    for amp in (False, True):
+        torch.manual_seed(0)
+        mae = spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1)
+        for layer in (mae.blocks[0].attn.qkv, mae.blocks[0].attn.proj, mae.decoder_pred):
+            layer.register_forward_hook(lambda _, inputs, out, amp=amp: seen[amp].add((inputs[0].dtype, out.dtype)))
+        args = spirl.Args(mae_epochs=2, mae_batch_size=32, mae_amp=amp)
+        curves = spirl.pretrain_mae(args, mae, frames, frames[:8], torch.device("cpu"), tmp_path / str(amp))
+        weights[amp], losses[amp] = mae.state_dict(), [value for _, value in curves["loss"]]
+    assert seen[False] == {(torch.float32, torch.float32)} and (torch.float32, torch.bfloat16) in seen[True]
+    assert all(value.dtype == torch.float32 for value in weights[True].values())
+    assert losses[True] != losses[False] and losses[True] == pytest.approx(losses[False], rel=0.01)
 
 
 def test_pretraining_stops_at_what_is_not_finite(random_play, tmp_path):
@@ -293,7 +325,7 @@ def test_pretraining_stops_at_what_is_not_finite(random_play, tmp_path):
 def test_pretraining_goes_on_from_its_checkpoint(random_play, tmp_path, monkeypatch):
     """Stopped in its third epoch, it ends with the same weights and losses, bit for bit, as if it had not been."""
     frames = random_play["ALE/Frostbite-v5"][:100]
-    args = spirl.Args(mae_epochs=4, mae_batch_size=32)
+    args = spirl.Args(mae_epochs=4, mae_batch_size=32, mae_mask_spread=0.2)
 
     def train(seed, folder):
         torch.manual_seed(seed)

@@ -227,7 +227,7 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
 
 @in_background
 def other_settings(folder):
-    """Frostbite with a padding of its own, and MsPacman with another one and mean pooling in the 400K setting's regime."""
+    """Frostbite with masked padding; MsPacman with a [pad] token and mean pooling in the 400K setting's regime."""
     short = ["--max-episode-frames", "300", "--eval-episodes", "2", "--total-timesteps", "160"]
     return (finished(folder, "mask", *SMALL, *short, "--padding", "mask"),
             finished(folder, "token", *SMALL, *short, "--padding", "token", "--pooling", "mean", "--env-id",
