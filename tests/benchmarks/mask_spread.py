@@ -1,0 +1,137 @@
+"""What the share of hidden patches in pre-training does to K: a table on the terminal, and a picture.
+
+    python tests/benchmarks/mask_spread.py --env-id ALE/Seaquest-v5 --seed 1 --spread 0.21   # train and measure one MAE
+    python tests/benchmarks/mask_spread.py --report                                          # all that are there
+
+A MAE and what was measured of it stay in runs/mask_spread/; training that was stopped goes on when the same command
+is given again. Every measurement is on the same 500 frames of random play, which no MAE was trained on.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import spirl_mae as spirl  # noqa: E402
+
+FOLDER = Path("runs/mask_spread")
+MASK_RATIOS = (0.5, 0.75, 0.95, 0.98)
+COLOURS = {"fixed": spirl.VERMILION, "spread": spirl.BLUE}
+
+
+@dataclass
+class Args:
+    """The command line: each field is a flag, and the comment beside it the flag's help."""
+
+    env_id: str = "ALE/Frostbite-v5"  # the game
+    seed: int = 1  # seed of the MAE and of its frames
+    frames: int = 5000  # frames of random play to train on
+    epochs: int = 10  # passes over them
+    spread: float = 0.0  # --mae-mask-spread; 0 is the paper's one ratio
+    amp: bool = False  # --mae-amp
+    device: str = "auto"  # as in the scripts
+    report: bool = False  # print the table of what is there and draw the picture, train nothing
+
+
+def train(args):
+    """The folder of a trained MAE: `mae.pt`, and `epoch{n}.pt` of some epochs on the way."""
+    kind = "spread" if args.spread else "fixed"
+    game = args.env_id[4:].split("-")[0]
+    folder = FOLDER / f"{game}__{kind}__{args.frames}x{args.epochs}__{args.seed}{'__amp' * args.amp}"
+    if (folder / "mae.pt").exists():
+        return folder
+    mae_args = spirl.Args(env_id=args.env_id, seed=args.seed, mae_frames=args.frames, mae_epochs=args.epochs,
+                          mae_mask_spread=args.spread, mae_amp=args.amp, threads=1, device=args.device)
+    spirl.check_args(mae_args)
+    device = spirl.pick_device(args.device)
+    frames = spirl.collect_random_frames(mae_args, args.frames + spirl.HELD_OUT_FRAMES)
+    torch.manual_seed(args.seed)
+    mae = spirl.MaskedAutoencoder().to(device)
+    write_whole = spirl.write_whole
+
+    def keep_some(path, write):
+        write_whole(path, write)
+        epoch = torch.load(path, weights_only=True)["epoch"]
+        if epoch in (1, 2, 3, 5, 8, 10, 15, 20, 30, 40, 50, 75, 100):
+            (folder / f"epoch{epoch:03d}.pt").write_bytes(path.read_bytes())
+
+    spirl.write_whole = keep_some
+    spirl.pretrain_mae(mae_args, mae, frames[: args.frames], frames[args.frames :], device, folder)
+    spirl.write_whole = write_whole
+    spirl.save_mae(folder / "mae.pt", mae, mae_args, None)
+    return folder
+
+
+def measure(args, folder):
+    """Write measured.json: of each epoch that was kept the loss by mask ratio, the error of surroundings, K."""
+    device = spirl.pick_device(args.device)
+    frames = torch.from_numpy(spirl.collect_random_frames(spirl.Args(env_id=args.env_id, seed=777), 3000)[::6].copy())
+    mae, measured = spirl.MaskedAutoencoder().to(device), []
+    flat = (mae.patchify(frames).float() / 255).var(2).argsort(1)[:, : mae.num_patches // 4]  # the least contrast
+    for path in sorted(folder.glob("epoch*.pt")):
+        mae.load_state_dict(torch.load(path, weights_only=True, map_location=device)["model"])
+        mae.requires_grad_(False)
+        losses = [np.mean([mae(batch.to(device), ratio, torch.Generator(device).manual_seed(0))[0].item()
+                           for batch in frames[:256].split(64)]) for ratio in MASK_RATIOS]
+        cache = spirl.ErrorMapCache(mae)
+        errors = torch.cat([cache(batch) for batch in frames.split(64)])
+        _, counts = spirl.select_salient_patches(errors, mae.num_patches)
+        epoch = int(path.stem[5:])
+        measured.append({
+            "epoch": epoch, "images": epoch * (args.frames // 64) * 64, "losses": losses, "error": errors.mean().item(),
+            "flat_error": errors.take_along_dim(flat, 1).mean().item(),
+            "K": [100 * float(np.percentile(counts, q)) / mae.num_patches for q in (5, 50, 95)],
+            "mr*": spirl.ideal_max_ratio(counts, mae.num_patches)})
+    (folder / "measured.json").write_text(json.dumps(measured, indent=2))
+
+
+def report():
+    """The table of every MAE that was measured, and .github/mask_spread.png: K and loss, fixed against spread."""
+    print(f"| game | mask ratio | images | seed | loss at {', '.join(map(str, MASK_RATIOS))} | error of surroundings | "
+          "of the flattest quarter | K, 5 % / median / 95 % of the frames, in % | mr* | paper's mr* |")
+    print(10 * "|---" + "|")
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    axes = figure.subplots(2, 4, sharey="row")
+    games = list(spirl.PAPER_IDEAL_RATIO)
+    for path in sorted(FOLDER.glob("*/measured.json")):
+        game, kind, size, *_ = path.parent.name.split("__")
+        measured, column = json.loads(path.read_text()), games.index(f"ALE/{game}-v5")
+        last = measured[-1]
+        print(f"| {game} | {kind} | {last['images']:,} ({size}) | {path.parent.name.split('__')[3]} | "
+              + ", ".join(f"{loss:.3f}" for loss in last["losses"])
+              + f" | {last['error']:.3f} | {last['flat_error']:.3f} | " + " / ".join(f"{k:.0f}" for k in last["K"])
+              + f" | {last['mr*']:.0%} | {spirl.PAPER_IDEAL_RATIO[games[column]]:.0%} |")
+        images = [row["images"] for row in measured]
+        low, median, high = zip(*(row["K"] for row in measured))
+        axes[0, column].plot(images, median, "o-", color=COLOURS[kind], markersize=4)
+        axes[0, column].fill_between(images, low, high, color=COLOURS[kind], alpha=0.12)
+        axes[1, column].plot(MASK_RATIOS, last["losses"], "o-", color=COLOURS[kind], markersize=4)
+    for column, (game, ratio) in enumerate(spirl.PAPER_IDEAL_RATIO.items()):
+        axes[0, column].axhline(100 * ratio, color="black", linestyle="--")
+        axes[0, column].set(title=game[4:-3], xlabel="images trained on", xscale="log", ylim=(0, 100))
+        axes[1, column].set(xlabel="share of hidden patches", yscale="log")
+        axes[1, column].axvline(136 / 144, color="black", linestyle=":")
+    axes[0, 0].set_ylabel("K, % of the patches")
+    axes[1, 0].set_ylabel("loss, Eq. (1)")
+    figure.suptitle("Red: the paper's one mask ratio. Blue: a spread of ratios. Bands: 5 to 95 % of the frames. "
+                    "Dashed: the paper's mr*. Dotted: eight patches seen.", fontsize=12)
+    figure.savefig(ROOT / ".github/mask_spread.png", dpi=80)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    torch.set_num_threads(1)
+    spirl.keep_freed_memory()
+    if args.report:
+        report()
+    else:
+        folder = train(args)
+        measure(args, folder)
