@@ -1,12 +1,11 @@
-"""What the tests share: the scripts' folder on the path, frames of real games, a MAE trained on them, and whole runs of
-the scripts that go on in the background."""
+"""What the tests share: the scripts' folder on the path, frames of real games, a trained MAE, and whole runs of the
+scripts that go on in the background."""
 
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,14 +26,10 @@ def random_play():
 
 
 @pytest.fixture(scope="session")
-def trained_mae(random_play, tmp_path_factory):
-    """A MAE of the paper's sizes, trained for three short epochs on all four games; `losses` is its curves."""
-    frames = np.concatenate([random_play[game][:320:5] for game in GAMES])
-    held_out = np.concatenate([random_play[game][-32:] for game in GAMES])
-    torch.manual_seed(0)
+def trained_mae():
+    """A MAE of the paper's sizes, trained on Frostbite."""
     mae = spirl.MaskedAutoencoder()
-    args = spirl.Args(mae_epochs=3, mae_learning_rate=4e-3)
-    mae.losses = spirl.pretrain_mae(args, mae, frames, held_out, torch.device("cpu"), tmp_path_factory.mktemp("mae"))
+    spirl.load_mae(ROOT / "tests/weights/Frostbite.pt", mae, spirl.Args())
     return mae.eval().requires_grad_(False)
 
 
