@@ -20,6 +20,7 @@ import difflib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections import OrderedDict
@@ -71,7 +72,7 @@ class Args:
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
     mae_mask_spread: float = 0.0  # ours: each batch's share is drawn from mae_mask_ratio plus or minus this (paper: 0)
-    mae_amp: bool = False  # ours: pre-train in bfloat16 where PyTorch's autocast does (faster on a GPU or CPU with it)
+    mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); faster on a CPU with AMX
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
     encoder_dim: int = 64  # width of the encoder and of a patch's embedding (Table 4)
@@ -131,11 +132,12 @@ def parse_args():
 
 def check_each(args):
     """Stop with one line if an argument cannot work whatever the others are."""
-    shares = "max_ratio coverage mae_mask_ratio mae_mask_spread gamma priority_exponent priority_weight eval_epsilon"
-    zeros = shares.split()[3:] + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
+    shares = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
+    zeros = shares + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()  # may be 0
+    shares = shares + ["mae_mask_ratio", "max_ratio", "coverage"]  # may be 1
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares.split() else 2**31
+            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares else 2**31
             if not (low < value <= high or value == 0 and name in zeros):  # so written, it refuses nan, too
                 above = f"from {low}" if name in zeros else f"above {low}"
                 fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
@@ -161,8 +163,8 @@ def check_args(args):
         (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
          and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
-        (int(num_patches * (1 - args.mae_mask_ratio - args.mae_mask_spread)) > 0,
-         f"--mae-mask-ratio plus --mae-mask-spread must leave one of the {num_patches} patches to see"),
+        (args.mae_mask_spread <= min(args.mae_mask_ratio, 1 - 1 / num_patches - args.mae_mask_ratio),
+         f"--mae-mask-ratio plus or minus --mae-mask-spread must be from 0 to {1 - 1 / num_patches:.4f}"),
         (args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency,
          f"--learning-starts {args.learning_starts} must be from {args.n_step + 1}, above --n-step, to "
          f"{args.total_timesteps - args.train_frequency}, before the end"),
@@ -833,7 +835,8 @@ if __name__ == "__main__":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
         given = run_dir / "mae.pt" if (run_dir / "mae.pt").exists() else args.mae_checkpoint
-        counted = load_mae(given, mae, args) if given is not None else None
+        if given is not None:
+            load_mae(given, mae, args)
     if not args.resume:  # from here on things are created
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", lambda path: path.write_text(json.dumps(vars(args), indent=2)))
@@ -842,11 +845,12 @@ if __name__ == "__main__":
         if given is None:
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
             pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, run_dir / "mae")
+            save_mae(run_dir / "mae.pt", mae, args, None)
             frames = None  # training needs their memory
-        mae.eval().requires_grad_(False)
-        if not (run_dir / "mae.pt").exists():
-            save_mae(run_dir / "mae.pt", mae, args, counted)
+        elif not (run_dir / "mae.pt").exists():  # a copy: its `args` go on saying how it was made
+            write_whole(run_dir / "mae.pt", partial(shutil.copyfile, given))
         (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
+        mae.eval().requires_grad_(False)
 
     # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
     torch.manual_seed(args.seed)

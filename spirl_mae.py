@@ -62,7 +62,7 @@ class Args:
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
     mae_mask_spread: float = 0.0  # ours: each batch's share is drawn from mae_mask_ratio plus or minus this (paper: 0)
-    mae_amp: bool = False  # ours: pre-train in bfloat16 where PyTorch's autocast does (faster on a GPU or CPU with it)
+    mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); faster on a CPU with AMX
     max_episode_frames: int = 108_000  # game frames after which a game is cut off; its last state has a value (Table 9)
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
@@ -103,11 +103,12 @@ def parse_args():
 
 def check_each(args):
     """Stop with one line if an argument cannot work whatever the others are."""
-    shares = "max_ratio coverage mae_mask_ratio mae_mask_spread gamma priority_exponent priority_weight eval_epsilon"
-    zeros = shares.split()[3:] + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
+    shares = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
+    zeros = shares + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()  # may be 0
+    shares = shares + ["mae_mask_ratio", "max_ratio", "coverage"]  # may be 1
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares.split() else 2**31
+            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares else 2**31
             if not (low < value <= high or value == 0 and name in zeros):  # so written, it refuses nan, too
                 above = f"from {low}" if name in zeros else f"above {low}"
                 fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
@@ -131,8 +132,8 @@ def check_args(args):
         (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
          and args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim and --decoder-dim must be multiples of their heads and of 4"),
-        (int(num_patches * (1 - args.mae_mask_ratio - args.mae_mask_spread)) > 0,
-         f"--mae-mask-ratio plus --mae-mask-spread must leave one of the {num_patches} patches to see"),
+        (args.mae_mask_spread <= min(args.mae_mask_ratio, 1 - 1 / num_patches - args.mae_mask_ratio),
+         f"--mae-mask-ratio plus or minus --mae-mask-spread must be from 0 to {1 - 1 / num_patches:.4f}"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
          f"--max-ratio {args.max_ratio} must keep a patch: at least {1 / num_patches:.4f}"),
         (args.coverage < 1, f"--coverage {args.coverage} must be below 1: mr* keeps more than that share whole"),

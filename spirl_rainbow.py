@@ -7,7 +7,6 @@ Data-Efficient Rainbow decides what to do (Fig. 5).
 
     python spirl_rainbow.py                                                     # the paper's 100K run on Frostbite
     python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint mae.pt    # another game, pre-trained before
-    python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
 
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
 p pixels a patch's side, D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E games,
@@ -20,6 +19,7 @@ import difflib
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections import ChainMap, OrderedDict
@@ -68,7 +68,7 @@ class Args:
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
     mae_mask_spread: float = 0.0  # ours: each batch's share is drawn from mae_mask_ratio plus or minus this (paper: 0)
-    mae_amp: bool = False  # ours: pre-train in bfloat16 where PyTorch's autocast does (faster on a GPU or CPU with it)
+    mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); faster on a CPU with AMX
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
     encoder_dim: int = 64  # width of the encoder and of a patch's embedding (Table 4)
@@ -139,11 +139,12 @@ def parse_args():
 
 def check_each(args):
     """Stop with one line if an argument cannot work whatever the others are."""
-    shares = "max_ratio coverage mae_mask_ratio mae_mask_spread gamma priority_exponent priority_weight eval_epsilon"
-    zeros = shares.split()[3:] + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
+    shares = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
+    zeros = shares + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()  # may be 0
+    shares = shares + ["mae_mask_ratio", "max_ratio", "coverage"]  # may be 1
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares.split() else 2**31
+            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares else 2**31
             if not (low < value <= high or value == 0 and name in zeros):  # so written, it refuses nan, too
                 above = f"from {low}" if name in zeros else f"above {low}"
                 fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
@@ -167,8 +168,8 @@ def check_args(args):
         (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
          and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
-        (int(num_patches * (1 - args.mae_mask_ratio - args.mae_mask_spread)) > 0,
-         f"--mae-mask-ratio plus --mae-mask-spread must leave one of the {num_patches} patches to see"),
+        (args.mae_mask_spread <= min(args.mae_mask_ratio, 1 - 1 / num_patches - args.mae_mask_ratio),
+         f"--mae-mask-ratio plus or minus --mae-mask-spread must be from 0 to {1 - 1 / num_patches:.4f}"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
          f"--max-ratio {args.max_ratio} must keep a patch: at least {1 / num_patches:.4f}"),
         (args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency,
@@ -951,13 +952,14 @@ if __name__ == "__main__":
         num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
         pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, run_dir / "mae")
-    mae.eval().requires_grad_(False)
-    if counted is None and max_ratio is None:
-        counts = count_salient_patches(mae, frames[:num_frames], args.lorenz_slope)
-        counted = {"counts": counts, "lorenz_slope": args.lorenz_slope}
-    if not (run_dir / "mae.pt").exists():
+        if max_ratio is None:
+            counts = count_salient_patches(mae, frames[:num_frames], args.lorenz_slope)
+            counted = {"counts": counts, "lorenz_slope": args.lorenz_slope}
         save_mae(run_dir / "mae.pt", mae, args, counted)
+    elif not (run_dir / "mae.pt").exists():  # a copy: its `args` go on saying how it was made
+        write_whole(run_dir / "mae.pt", partial(shutil.copyfile, given))
     (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
+    mae.eval().requires_grad_(False)
     frames = None  # training needs their memory
     max_patches = ratio_to_patches(max_ratio or ideal_max_ratio(counted["counts"], mae.num_patches), mae.num_patches)
 
