@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     needed = {name for item in session.items for name in item.fixturenames}
     for name, function in RUNS.items():
-        if name in needed and not session.config.option.collectonly:
+        if name in needed and not session.config.option.collectonly and not session.testsfailed:
             folder = Path(FOLDER.name, name)
             folder.mkdir()
             UNDER_WAY[name] = SECOND_CORE.submit(function, folder)

@@ -99,15 +99,14 @@ where, left, script, *sys.argv[1:] = sys.argv[1:]
 left = int(left)
 
 
-def deadly(function, before=True, half=False):
+def deadly(function, half=False):
     def wrapped(*args, **more):
         global left
         counts = "checkpoint" not in where or "checkpoint.pt" in str(args[1]) and "/mae/" not in str(args[1])
         left -= counts
         if left == 0 and counts:
-            if not before:
-                function(*args, **more)
             if half:
+                function(*args, **more)
                 os.truncate(args[1], os.path.getsize(args[1]) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args, **more)
@@ -120,9 +119,9 @@ if where == "a step of pre-training":
 elif where == "an update":
     torch.nn.utils.clip_grad_norm_ = deadly(torch.nn.utils.clip_grad_norm_)
 elif where == "a checkpoint half written":
-    torch.save = deadly(torch.save, before=False, half=True)
-else:
-    os.replace = deadly(os.replace, before=where == "a checkpoint not yet renamed")
+    torch.save = deadly(torch.save, half=True)
+else:  # a checkpoint not yet renamed
+    os.replace = deadly(os.replace)
 sys.argv[0] = script
 runpy.run_path(script, run_name="__main__")
 """
