@@ -331,7 +331,7 @@ class MaskedAutoencoder(nn.Module):
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss: those that follow in the same game
+HELD_OUT_FRAMES = 256  # further frames, never trained on, to measure the loss on: those that come next
 
 
 def collect_random_frames(args, num_frames):
@@ -358,7 +358,7 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, device, folder):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, watch its loss on `held_out` ones. Returns
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`. Returns
     {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves and, after each epoch,
     checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite. With
     args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36."""
@@ -456,7 +456,7 @@ class Replay:
     def append(self, frame, count, starts):
         """Store a frame of which `count` patches count; `starts`: it is the first of another life."""
         self.slot, self.life = (self.slot + 1) % self.capacity, self.life + bool(starts)
-        now = slice(self.slot, self.slot + 1)  # t[slot] = number would wait for a GPU, t[now] = number does not
+        now = slice(self.slot, self.slot + 1)  # a slice: with an index, storing a number would wait for the GPU
         # The frame that is overwritten here was the oldest of the stacks that end in the next slots of its life.
         later = (self.slot - self.past[:-1]) % self.capacity
         self.priorities[later] *= self.lives[later] != self.lives[now]
@@ -681,9 +681,9 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
 def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (E,), each in its own of `envs`, without noise: (raw scores, moments).
 
-    `look(frames)` turns an array of uint8 frames (B, H, W, 3) into what the network reads of one, frames (B, *) and
-    counts (B,), and more for figures. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
-    life does not blank the stack. Moments: frame, state and the more of each of the first game's first 1,000 steps."""
+    `look(frames)` turns an array of uint8 frames (B, H, W, 3) into what the network reads of each, (B, *) and counts
+    (B,), and whatever a figure needs. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
+    life does not blank the stack. Moments, for figures: frame, state and the rest of `look`, up to 1,000 steps."""
     network.eval()
     observation = np.concatenate([env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)])
     scores, playing, moments, steps, played = np.zeros(len(seeds)), np.arange(len(seeds)), [], 0, 0

@@ -290,7 +290,7 @@ class MaskedAutoencoder(nn.Module):
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss: those that follow in the same game
+HELD_OUT_FRAMES = 256  # further frames, never trained on, to measure the loss on: those that come next
 
 
 def collect_random_frames(args, num_frames):
@@ -317,7 +317,7 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, device, folder):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, watch its loss on `held_out` ones. Returns
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`. Returns
     {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves and, after each epoch,
     checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite. With
     args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36."""
@@ -405,7 +405,7 @@ class ErrorMapCache:
     on the pixels of the 3x3 patches around it, and most of an Atari frame looks as it did before. So a neighbourhood
     goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. Its keys
     are 64-bit hashes: that any two of four million neighbourhoods share one has odds below one in a million. When
-    `size` errors are kept, the oldest goes for each new one. `known`, the `errors` of another cache, is read too but
+    `size` errors are kept (130 bytes each), the oldest goes. `known`, the `errors` of another cache, is read too but
     not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
     """
 

@@ -7,6 +7,7 @@ Data-Efficient Rainbow decides what to do (Fig. 5).
 
     python spirl_rainbow.py                                                     # the paper's 100K run on Frostbite
     python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint mae.pt    # another game, pre-trained before
+    python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
 
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
 p pixels a patch's side, D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E games,
@@ -84,7 +85,6 @@ class Args:
     # slope of the Lorenz curve where dynamic-K cuts it (fixed K ignores it); the paper's 45 degrees are a slope of 1,
     # but the authors' code divides the curve's rise over two patches by one patch's step, which makes it 0.5
     lorenz_slope: float = 0.5
-    error_cache_size: int = 2**22  # patch errors remembered (ours: some 130 bytes each; a 100K run meets some millions)
     # what stands for patches that were not selected (Table 14): zeros, a trainable [pad], or nothing (masked out)
     padding: Literal["zero", "token", "mask"] = "zero"
     # how patches become one vector a frame (Table 15): a trainable [cls] token's row, or the mean over the patches
@@ -330,7 +330,7 @@ class MaskedAutoencoder(nn.Module):
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # further frames, never trained on, that watch the loss: those that follow in the same game
+HELD_OUT_FRAMES = 256  # further frames, never trained on, to measure the loss on: those that come next
 
 
 def collect_random_frames(args, num_frames):
@@ -357,7 +357,7 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, device, folder):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it, watch its loss on `held_out` ones. Returns
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`. Returns
     {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves and, after each epoch,
     checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite. With
     args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36."""
@@ -422,7 +422,7 @@ class ErrorMapCache:
     on the pixels of the 3x3 patches around it, and most of an Atari frame looks as it did before. So a neighbourhood
     goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. Its keys
     are 64-bit hashes: that any two of four million neighbourhoods share one has odds below one in a million. When
-    `size` errors are kept, the oldest goes for each new one. `known`, the `errors` of another cache, is read too but
+    `size` errors are kept (130 bytes each), the oldest goes. `known`, the `errors` of another cache, is read too but
     not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
     """
 
@@ -579,7 +579,7 @@ class Replay:
     def append(self, frame, count, starts):
         """Store a frame of which `count` patches count; `starts`: it is the first of another life."""
         self.slot, self.life = (self.slot + 1) % self.capacity, self.life + bool(starts)
-        now = slice(self.slot, self.slot + 1)  # t[slot] = number would wait for a GPU, t[now] = number does not
+        now = slice(self.slot, self.slot + 1)  # a slice: with an index, storing a number would wait for the GPU
         # The frame that is overwritten here was the oldest of the stacks that end in the next slots of its life.
         later = (self.slot - self.past[:-1]) % self.capacity
         self.priorities[later] *= self.lives[later] != self.lives[now]
@@ -790,9 +790,9 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
 def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (E,), each in its own of `envs`, without noise: (raw scores, moments).
 
-    `look(frames)` turns an array of uint8 frames (B, H, W, 3) into what the network reads of one, frames (B, *) and
-    counts (B,), and more for figures. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
-    life does not blank the stack. Moments: frame, state and the more of each of the first game's first 1,000 steps."""
+    `look(frames)` turns an array of uint8 frames (B, H, W, 3) into what the network reads of each, (B, *) and counts
+    (B,), and whatever a figure needs. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
+    life does not blank the stack. Moments, for figures: frame, state and the rest of `look`, up to 1,000 steps."""
     network.eval()
     observation = np.concatenate([env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)])
     scores, playing, moments, steps, played = np.zeros(len(seeds)), np.arange(len(seeds)), [], 0, 0
@@ -975,7 +975,7 @@ if __name__ == "__main__":
     optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
     replay = Replay(args.buffer_size, (max_patches, args.encoder_dim), torch.float16, device, args.frame_stack,
                     args.n_step, args.gamma, args.priority_exponent)
-    error_map = ErrorMapCache(mae, args.error_cache_size)
+    error_map = ErrorMapCache(mae)
     slope = args.lorenz_slope if args.selection == "dynamic" else None
     look = partial(look_at_patches, mae, error_map, max_patches, slope)
     loss_function = torch.compile(c51_loss, dynamic=False) if args.compile else c51_loss
@@ -1018,7 +1018,7 @@ if __name__ == "__main__":
                 "observation": torch.from_numpy(observation)}
             write_whole(run_dir / "checkpoint.pt", partial(torch.save, checkpoint))
         if due:  # always the same games, so that evaluations differ by the weights alone
-            apart = ErrorMapCache(mae, args.error_cache_size, known=error_map.errors)
+            apart = ErrorMapCache(mae, known=error_map.errors)
             scores, moments = evaluate(
                 online, partial(look_at_patches, mae, apart, max_patches, slope),
                 [make_envs(args, 1) for _ in range(args.eval_episodes)],

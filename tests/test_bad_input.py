@@ -1,7 +1,9 @@
 """Bad input, to all three scripts: one line that names the flag, what is wrong and what would work; exit status 2."""
 
 import dataclasses
+import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,9 @@ OF_MAE = [
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt is not a checkpoint .*No such file"),
     (["--mae-checkpoint", "empty.pt"], "empty.pt is not a checkpoint"),
+    (["--mae-checkpoint", "cut.pt"], "cut.pt is not a checkpoint"),
+    (["--mae-checkpoint", "random.pt"], "random.pt is not a checkpoint"),
+    (["--mae-checkpoint", "code.pt"], "code.pt is not a checkpoint"),
     (["--mae-checkpoint", "small.pt"], "small.pt has image_size 24; give --image-size 24"),
     (["--mae-checkpoint", "foreign.pt"], "foreign.pt does not fit the auto-encoder"),
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
@@ -65,6 +70,13 @@ ROWS += [
 ]
 
 
+class Code:
+    """Unpickled, it would create a file."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("created"),)
+
+
 def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty.pt").write_bytes(b"")
     (tmp_path / "runs/taken").mkdir(parents=True)
@@ -72,6 +84,9 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
     torch.save(small, tmp_path / "small.pt")
     torch.save({"model": 5, "sizes": None}, tmp_path / "foreign.pt")
     spirl_mae.save_mae(tmp_path / "pong.pt", spirl_mae.MaskedAutoencoder(), spirl_mae.Args(env_id="ALE/Pong-v5"), None)
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "pong.pt").read_bytes()[:1_000_000])
+    (tmp_path / "random.pt").write_bytes(random.Random(0).randbytes(1000))
+    torch.save({"model": Code()}, tmp_path / "code.pt")
     before = set(tmp_path.rglob("*"))
     for script, flags, message in ROWS:
         capsys.readouterr()

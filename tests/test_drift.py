@@ -35,11 +35,11 @@ ONLY_SPIRL = {
     # The replay holds the embeddings of the selected patches, and evaluation has a cache of its own.
     "replay = Replay(args.buffer_size, (max_patches, args.encoder_dim), torch.float16, device, args.frame_stack,",
     "args.n_step, args.gamma, args.priority_exponent)",
-    "error_map = ErrorMapCache(mae, args.error_cache_size)",
+    "error_map = ErrorMapCache(mae)",
     'slope = args.lorenz_slope if args.selection == "dynamic" else None',
     "look = partial(look_at_patches, mae, error_map, max_patches, slope)",
     'saved = {"online": online, "target": target, "optimizer": optimizer, "error_map": error_map}',
-    "apart = ErrorMapCache(mae, args.error_cache_size, known=error_map.errors)",
+    "apart = ErrorMapCache(mae, known=error_map.errors)",
     "online, partial(look_at_patches, mae, apart, max_patches, slope),",
     "[make_envs(args, 1) for _ in range(args.eval_episodes)],",
     # K and the cache exist only where patches are selected.
