@@ -163,8 +163,8 @@ def check_args(args):
         (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
          and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
-        (args.mae_mask_spread <= min(args.mae_mask_ratio, 1 - 1 / num_patches - args.mae_mask_ratio),
-         f"--mae-mask-ratio plus or minus --mae-mask-spread must be from 0 to {1 - 1 / num_patches:.4f}"),
+        (args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread,
+         f"--mae-mask-ratio plus or minus --mae-mask-spread must be at least 0 and leave one of {num_patches} patches"),
         (args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency,
          f"--learning-starts {args.learning_starts} must be from {args.n_step + 1}, above --n-step, to "
          f"{args.total_timesteps - args.train_frequency}, before the end"),

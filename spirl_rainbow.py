@@ -168,10 +168,10 @@ def check_args(args):
         (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
          and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
-        (args.mae_mask_spread <= min(args.mae_mask_ratio, 1 - 1 / num_patches - args.mae_mask_ratio),
-         f"--mae-mask-ratio plus or minus --mae-mask-spread must be from 0 to {1 - 1 / num_patches:.4f}"),
+        (args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread,
+         f"--mae-mask-ratio plus or minus --mae-mask-spread must be at least 0 and leave one of {num_patches} patches"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
-         f"--max-ratio {args.max_ratio} must keep a patch: at least {1 / num_patches:.4f}"),
+         f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches"),
         (args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency,
          f"--learning-starts {args.learning_starts} must be from {args.n_step + 1}, above --n-step, to "
          f"{args.total_timesteps - args.train_frequency}, before the end"),
@@ -422,13 +422,13 @@ class ErrorMapCache:
     on the pixels of the 3x3 patches around it, and most of an Atari frame looks as it did before. So a neighbourhood
     goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. Its keys
     are 64-bit hashes: that any two of four million neighbourhoods share one has odds below one in a million. When
-    `size` errors are kept (130 bytes each), the oldest goes. `known`, the `errors` of another cache, is read too but
+    `size` errors are kept (180 bytes each), the oldest goes. `known`, the `errors` of another cache, is read too but
     not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
     """
 
     def __init__(self, mae, size=2**22, known=None):
         self.mae, self.size, self.misses = mae, size, 0
-        self.errors = {}  # hash of (place, pixels): error; the oldest first
+        self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
         self.known = ChainMap(self.errors, known or {})
         around, device = surrounding_patches(mae.side), mae.pos_embed.device
         # A patch on the edge has fewer than 8: its first one is repeated, and the copies are looked at by nobody. They
@@ -448,7 +448,7 @@ class ErrorMapCache:
             computed = torch.cat([self.compute(patches, some) for some in at.split(32)])
             for key, error in zip(new, computed.tolist()):
                 if len(self.errors) == self.size:
-                    del self.errors[next(iter(self.errors))]
+                    self.errors.popitem(last=False)
                 self.errors[key] = errors[key] = error
             self.misses += len(new)
         return torch.tensor([errors[key] for key in hashes], device=frames.device).view(len(frames), -1)

@@ -30,9 +30,10 @@ OF_MAE = [
     (["--image-size", "16"], "--image-size 16 must be --patch-size 8 times a whole number of at least 3"),
     (["--encoder-heads", "5"], "--encoder-dim.* must be multiples of their heads"),
     (["--decoder-dim", "66", "--decoder-heads", "2"], "--encoder-dim.* must be multiples of their heads"),
-    (["--mae-checkpoint", ""], " ?is not a checkpoint|. is not a checkpoint"),
-    (["--mae-mask-ratio", "0.999"], "--mae-mask-ratio plus or minus --mae-mask-spread must be from 0 to 0.9931"),
-    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio plus or minus --mae-mask-spread must be from 0 to 0.9931"),
+    (["--mae-checkpoint", ""], " is not a checkpoint"),
+    (["--mae-mask-ratio", "0.999"], "--mae-mask-ratio plus or minus --mae-mask-spread must be at least 0"),
+    (["--mae-mask-ratio", str(1 - 1 / 144)], "--mae-mask-ratio plus or minus --mae-mask-spread must be at least 0"),
+    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio plus or minus --mae-mask-spread must be at least 0"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio plus or minus --mae-mask-spread"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt is not a checkpoint .*No such file"),
@@ -44,7 +45,7 @@ OF_MAE = [
     (["--mae-checkpoint", "foreign.pt"], "foreign.pt does not fit the auto-encoder"),
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
 ]
-OF_SELECTION = [(["--max-ratio", "0.001"], "--max-ratio 0.001 must keep a patch: at least 0.0069")]
+OF_SELECTION = [(["--max-ratio", "0.001"], "--max-ratio 0.001 must keep at least one of 144")]
 OF_AGENT = [
     (["--learning-starts", "100000"], "--learning-starts 100000 must be from 21, above --n-step, to 99999"),
     (["--learning-starts", "10"], "--learning-starts 10 must be from 21"),
