@@ -132,14 +132,14 @@ def parse_args():
 
 def check_each(args):
     """Stop with one line if an argument cannot work whatever the others are."""
-    shares = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
-    zeros = shares + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()  # may be 0
-    shares = shares + ["mae_mask_ratio", "max_ratio", "coverage"]  # may be 1
+    from_0_to_1 = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
+    from_0 = from_0_to_1 + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
+    up_to_1 = from_0_to_1 + ["mae_mask_ratio", "max_ratio", "coverage"]
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares else 2**31
-            if not (low < value <= high or value == 0 and name in zeros):  # so written, it refuses nan, too
-                above = f"from {low}" if name in zeros else f"above {low}"
+            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in up_to_1 else 2**31
+            if not (low < value <= high or value == 0 and name in from_0):  # so written, it refuses nan, too
+                above = f"from {low}" if name in from_0 else f"above {low}"
                 fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
     games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
     if args.env_id not in games:
@@ -788,7 +788,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of the pre-training frames (n,), "lorenz_slope": theirs}, or None."""
+    """Write mae.pt. salient_counts: {"counts": K of random play's frames (n,), "lorenz_slope": theirs}, or None."""
     write_whole(path, partial(torch.save, {
         "model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args),
         "salient_counts": salient_counts}))

@@ -78,12 +78,12 @@ class Args:
     decoder_dim: int = 128  # width of the decoder (Table 4)
     decoder_depth: int = 3  # Transformer layers of the decoder (Table 4)
     decoder_heads: int = 8  # attention heads of the decoder (Table 4)
-    # dynamic: as many patches as the frame's Lorenz curve asks for, up to the maximum; fixed: always the maximum
+    # dynamic: as many patches as the frame's Lorenz curve asks for, up to the maximum; fixed: the maximum, at any slope
     selection: Literal["dynamic", "fixed"] = "dynamic"
     # most patches kept, as a share of all (default: Table 13's for the paper's four games, mr* for any other)
     max_ratio: float | None = None
-    # slope of the Lorenz curve where dynamic-K cuts it (fixed K ignores it); the paper's 45 degrees are a slope of 1,
-    # but the authors' code divides the curve's rise over two patches by one patch's step, which makes it 0.5
+    # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
+    # divides the curve's rise over two patches by one patch's step, which makes it 0.5
     lorenz_slope: float = 0.5
     # what stands for patches that were not selected (Table 14): zeros, a trainable [pad], or nothing (masked out)
     padding: Literal["zero", "token", "mask"] = "zero"
@@ -139,14 +139,14 @@ def parse_args():
 
 def check_each(args):
     """Stop with one line if an argument cannot work whatever the others are."""
-    shares = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
-    zeros = shares + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()  # may be 0
-    shares = shares + ["mae_mask_ratio", "max_ratio", "coverage"]  # may be 1
+    from_0_to_1 = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
+    from_0 = from_0_to_1 + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
+    up_to_1 = from_0_to_1 + ["mae_mask_ratio", "max_ratio", "coverage"]
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in shares else 2**31
-            if not (low < value <= high or value == 0 and name in zeros):  # so written, it refuses nan, too
-                above = f"from {low}" if name in zeros else f"above {low}"
+            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in up_to_1 else 2**31
+            if not (low < value <= high or value == 0 and name in from_0):  # so written, it refuses nan, too
+                above = f"from {low}" if name in from_0 else f"above {low}"
                 fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
     games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
     if args.env_id not in games:
@@ -897,7 +897,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of the pre-training frames (n,), "lorenz_slope": theirs}, or None."""
+    """Write mae.pt. salient_counts: {"counts": K of random play's frames (n,), "lorenz_slope": theirs}, or None."""
     write_whole(path, partial(torch.save, {
         "model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args),
         "salient_counts": salient_counts}))
