@@ -21,16 +21,23 @@ GAMES = ("ALE/Frostbite-v5", "ALE/MsPacman-v5", "ALE/Seaquest-v5", "ALE/BattleZo
 
 @pytest.fixture(scope="session")
 def random_play():
-    """uint8 frames (400, 96, 96, 3) of random play of each of the paper's four games."""
-    return {game: spirl.collect_random_frames(spirl.Args(env_id=game), 400) for game in GAMES}
+    """uint8 frames (400, 96, 96, 3) of random play of each of the paper's four games, which no MAE was trained on."""
+    return {game: spirl.collect_random_frames(spirl.Args(env_id=game, seed=99), 400) for game in GAMES}
 
 
 @pytest.fixture(scope="session")
-def trained_mae():
-    """A MAE of the paper's sizes, trained on Frostbite."""
-    mae = spirl.MaskedAutoencoder()
-    spirl.load_mae(ROOT / "tests/weights/Frostbite.pt", mae, spirl.Args())
-    return mae.eval().requires_grad_(False)
+def maes():
+    """A trained MAE for each game: its own, or Frostbite's where there is none."""
+    maes = {game: spirl.MaskedAutoencoder().eval().requires_grad_(False) for game in GAMES}
+    for game, mae in maes.items():
+        whose = game if (ROOT / f"tests/weights/{game[4:-3]}.pt").exists() else "ALE/Frostbite-v5"
+        spirl.load_mae(ROOT / f"tests/weights/{whose[4:-3]}.pt", mae, spirl.Args(env_id=whose))
+    return maes
+
+
+@pytest.fixture(scope="session")
+def trained_mae(maes):
+    return maes["ALE/Frostbite-v5"]
 
 
 # Whole runs of the scripts take most of the time. They go one after the other on the machine's second core, from the

@@ -134,7 +134,7 @@ def test_seeds_decide_the_game_and_differ_by_purpose():
 
 def test_collection_is_repeatable(random_play):
     frames = random_play["ALE/Frostbite-v5"]
-    again = spirl.collect_random_frames(spirl.Args(), 400)
+    again = spirl.collect_random_frames(spirl.Args(seed=99), 400)
     assert (frames == again).all()
     other = spirl.collect_random_frames(spirl.Args(seed=2), 400)
     assert (frames != other).any()
