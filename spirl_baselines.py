@@ -608,8 +608,7 @@ class SalientPatchTransformer(nn.Module):
 class RainbowNetwork(nn.Module):
     """Dueling, noisy, distributional Q (Hessel et al. 2018) over a trunk: log-probabilities of returns, (B, A, Z)."""
 
-    def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, num_atoms=51, v_min=-10.0, v_max=10.0,
-                 sigma0=0.5):
+    def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, num_atoms=51, v_min=-10, v_max=10, sigma0=0.5):
         super().__init__()
         self.trunk = trunk
         self.value_hidden = NoisyLinear(trunk_dim, hidden_size, sigma0)

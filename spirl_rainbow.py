@@ -7,7 +7,6 @@ Data-Efficient Rainbow decides what to do (Fig. 5).
 
     python spirl_rainbow.py                                                     # the paper's 100K run on Frostbite
     python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint mae.pt    # another game, pre-trained before
-    python spirl_rainbow.py --total-timesteps 400000 --train-frequency 4 --buffer-size 400000 --eval-frequency 50000
 
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
 p pixels a patch's side, D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E games,
@@ -719,8 +718,7 @@ class SalientPatchTransformer(nn.Module):
 class RainbowNetwork(nn.Module):
     """Dueling, noisy, distributional Q (Hessel et al. 2018) over a trunk: log-probabilities of returns, (B, A, Z)."""
 
-    def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, num_atoms=51, v_min=-10.0, v_max=10.0,
-                 sigma0=0.5):
+    def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, num_atoms=51, v_min=-10, v_max=10, sigma0=0.5):
         super().__init__()
         self.trunk = trunk
         self.value_hidden = NoisyLinear(trunk_dim, hidden_size, sigma0)

@@ -1,5 +1,5 @@
-"""The auto-encoders of tests/weights/: each is of its game, and its K are those of frames that it was trained on. (That
-each one's fast error map is the plain one, test_errors_and_selection.py shows.)"""
+"""The auto-encoders of tests/weights/: each is of its game, its K are those of frames that it was trained on, and the
+README gives them. (That each one's fast error map is the plain one, test_errors_and_selection.py shows.)"""
 
 import pytest
 import torch
@@ -20,3 +20,14 @@ def test_shipped_weights(path, maes, random_play):
     assert counted["counts"][:4].tolist() == spirl_mae.count_salient_patches(mae, trained_on, 0.5).tolist()
     errors = spirl_mae.ErrorMapCache(mae)(torch.from_numpy(random_play[args.env_id][:4]))
     assert errors.mean() < 0.2  # 1 is a MAE that knows only each patch's mean
+
+
+def test_the_readme_gives_their_K():
+    medians, ideal = [], []
+    for game in spirl_mae.PAPER_IDEAL_RATIO:
+        counts = torch.load(ROOT / f"tests/weights/{game[4:-3]}.pt", weights_only=True)["salient_counts"]["counts"]
+        medians.append(round(100 * counts.double().median().item() / 144))
+        ideal.append(round(100 * spirl_mae.ideal_max_ratio(counts, 144)))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for numbers in (medians, ideal):
+        assert "{}, {}, {} and {} %".format(*numbers) in readme

@@ -102,7 +102,7 @@ def report():
           "| paper's mr* |")
     print(9 * "|---" + "|")
     figure = Figure(figsize=(13, 8), layout="constrained")
-    axes = figure.subplots(2, 4, sharey="row")
+    axes = figure.subplots(2, 4, sharex="row", sharey="row")
     games = list(spirl.PAPER_IDEAL_RATIO)
     for path in sorted(FOLDER.glob("*/measured.json")):
         game, masks, size, *seed = path.parent.name.split("__")  # seed: its number, and "amp"
