@@ -565,8 +565,8 @@ def draw_reconstruction(mae, frames, path):
     axes = figure.subplots(len(frames), 6, squeeze=False)
     brightest = errors.max().item()  # one scale for all maps: a bright patch is as salient in one as in another
     for row, frame, patches, error in zip(axes, frames, rebuilt, errors, strict=True):
-        error = error.unflatten(0, (mae.side, -1)).cpu()
-        for axis, picture in zip(row, [frame.cpu(), paint(patches, mae.side), error, *alone], strict=True):
+        error = error.unflatten(0, (mae.side, -1)).cpu().numpy()
+        for axis, picture in zip(row, [frame.cpu().numpy(), paint(patches, mae.side), error, *alone], strict=True):
             shown = axis.imshow(picture, cmap="viridis", vmin=0, vmax=brightest)
             axis.axis("off")
             if picture is error:

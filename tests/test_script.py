@@ -201,7 +201,8 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
     try:
         end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--run-name",
                        "watched", "--total-timesteps", 200, "--train-frequency", 4, "--eval-frequency", 40,
-                       "--target-update-frequency", 10, "--max-episode-frames", 240, "--eval-episodes", 2)
+                       "--target-update-frequency", 10, "--max-episode-frames", 240, "--eval-episodes", 2, "--eval-epsilon", 0.5,
+                       "--learning-rate", 0.01)
     finally:
         for hook in hooks:
             hook.remove()
@@ -220,6 +221,7 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
     evaluations = json.loads((path / "results.json").read_text())["evaluations"]
     best = max(evaluations, key=lambda evaluation: np.median(evaluation["scores"]))
     agent = torch.load(path / "agent.pt", weights_only=True)
+    assert len({evaluation["median"] for evaluation in evaluations}) > 1
     assert agent["step"] == best["step"] and evaluated.keys() == {40, 80, 120, 160, 200}
     assert all(torch.equal(agent["model"][name], value) for name, value in evaluated[best["step"]].items())
     assert not torch.equal(evaluated[120]["trunk.project.weight"], evaluated[200]["trunk.project.weight"])
@@ -245,7 +247,7 @@ def test_paddings_poolings_and_both_settings(other_settings):
 
 def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatch):
     end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/Pong-v5", "--total-timesteps", 130, "--selection",
-                   "fixed", "--eval-episodes", 1, "--run-name", "pong")
+                   "fixed", "--eval-episodes", 1, "--max-episode-frames", 400, "--run-name", "pong")
     counted = torch.load(tmp_path / "runs/pong/mae.pt", weights_only=True)["salient_counts"]
     assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 64
     assert end["max_patches"] == spirl.ratio_to_patches(spirl.ideal_max_ratio(counted["counts"], 36), 36)
