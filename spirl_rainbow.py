@@ -68,7 +68,7 @@ class Args:
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
     mae_mask_spread: float = 0.0  # ours: each batch's share is drawn from mae_mask_ratio plus or minus this (paper: 0)
-    mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); faster on a CPU with AMX
+    mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slower on a CPU without AMX
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
     encoder_dim: int = 64  # width of the encoder and of a patch's embedding (Table 4)
@@ -168,7 +168,7 @@ def check_args(args):
          and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
         (args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread,
-         f"--mae-mask-ratio plus or minus --mae-mask-spread must be at least 0 and leave one of {num_patches} patches"),
+         f"--mae-mask-ratio {args.mae_mask_ratio} +- {args.mae_mask_spread} must be in 0 to {1 - 1 / num_patches:.3f}"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
          f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches"),
         (args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency,
@@ -529,7 +529,7 @@ def look_at_patches(mae, error_map, max_patches, lorenz_slope, frames):
 
 def count_salient_patches(mae, frames, lorenz_slope):
     """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. Of 10,000 frames and more only
-    each (n // 5000)th is counted: the share of frames that a ratio keeps whole is then known well enough."""
+    each (n // 5000)th is counted, which is much faster; mr* of all of them may be 5 % more or less."""
     frames = frames[:: max(1, len(frames) // 5000)]
     look = partial(select_salient_patches, max_patches=mae.num_patches, lorenz_slope=lorenz_slope)
     cache, batches = ErrorMapCache(mae), torch.from_numpy(frames).split(64)

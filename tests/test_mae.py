@@ -297,21 +297,21 @@ def test_the_mask_ratio_is_spread_over_the_batches(random_play, tmp_path):
 
 
 def test_pretraining_in_bfloat16(random_play, tmp_path):
-    """The linear layers compute in bfloat16, attention in float32; the weights are float32 and hardly differ."""
-    frames, seen = random_play["ALE/Frostbite-v5"][:96], {False: set(), True: set()}
-    weights, losses = {}, {}
+    """Linear layers compute in bfloat16, attention and weights are float32, and the losses hardly differ."""
+    frames, losses, names = random_play["ALE/Frostbite-v5"][:96], {}, ("blocks.0.attn.qkv", "blocks.0.attn.proj")
     for amp in (False, True):
         torch.manual_seed(0)
-        mae = spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1)
-        for layer in (mae.blocks[0].attn.qkv, mae.blocks[0].attn.proj, mae.decoder_pred):
-            layer.register_forward_hook(lambda _, inputs, out, amp=amp: seen[amp].add((inputs[0].dtype, out.dtype)))
+        mae, seen = spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1), set()
+        for name in names:
+            def look(_, inputs, out, name=name, seen=seen):
+                if torch.is_grad_enabled():  # in training
+                    seen.add((name, inputs[0].dtype, out.dtype))
+            mae.get_submodule(name).register_forward_hook(look)
         args = spirl.Args(mae_epochs=2, mae_batch_size=32, mae_amp=amp)
         curves = spirl.pretrain_mae(args, mae, frames, frames[:8], torch.device("cpu"), tmp_path / str(amp))
-        weights[amp], losses[amp] = mae.state_dict(), [value for _, value in curves["loss"]]
-    single, half = torch.float32, torch.bfloat16
-    assert seen[False] == {(single, single)}
-    assert seen[True] == {(single, half), (single, single)}  # attention's outputs are float32; held-out frames too
-    assert all(value.dtype == torch.float32 for value in weights[True].values())
+        losses[amp] = [value for _, value in curves["loss"]]
+        assert all(value.dtype == torch.float32 for value in mae.state_dict().values())
+        assert seen == {(name, torch.float32, torch.bfloat16 if amp else torch.float32) for name in names}
     assert losses[True] != losses[False] and losses[True] == pytest.approx(losses[False], rel=0.01)
 
 

@@ -201,8 +201,8 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
     try:
         end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--run-name",
                        "watched", "--total-timesteps", 200, "--train-frequency", 4, "--eval-frequency", 40,
-                       "--target-update-frequency", 10, "--max-episode-frames", 240, "--eval-episodes", 2, "--eval-epsilon", 0.5,
-                       "--learning-rate", 0.01)
+                       "--target-update-frequency", 10, "--max-episode-frames", 240, "--eval-episodes", 2,
+                       "--eval-epsilon", 0.5, "--learning-rate", 0.01)
     finally:
         for hook in hooks:
             hook.remove()
@@ -231,7 +231,7 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
 def other_settings(folder):
     """Frostbite with masked padding; MsPacman with a [pad] token and mean pooling in the 400K setting's regime."""
     short = ["--max-episode-frames", "300", "--eval-episodes", "2", "--total-timesteps", "160"]
-    return (finished(folder, "mask", *SMALL, *short, "--padding", "mask"),
+    return (finished(folder, "mask", *SMALL, *short, "--padding", "mask", "--mae-amp", "--mae-mask-spread", "0.2"),
             finished(folder, "token", *SMALL, *short, "--padding", "token", "--pooling", "mean", "--env-id",
                      "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "80"))
 

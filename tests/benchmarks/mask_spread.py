@@ -9,10 +9,11 @@ is given again. All are measured on the same 200 frames of a game, of random pla
 """
 
 import json
-import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import spirl_mae as spirl  # noqa: E402
 
-FOLDER = Path("runs/mask_spread")
+FOLDER = ROOT / "runs/mask_spread"
 MASK_RATIOS = (0.5, 0.75, 0.95, 0.98)
 
 
@@ -32,7 +33,7 @@ MASK_RATIOS = (0.5, 0.75, 0.95, 0.98)
 class Args:
     """The command line: each field is a flag, and the comment beside it the flag's help."""
 
-    env_id: str = "ALE/Frostbite-v5"  # the game
+    env_id: Literal[tuple(spirl.PAPER_IDEAL_RATIO)] = "ALE/Frostbite-v5"  # the game
     seed: int = 1  # seed of the MAE and of its frames
     frames: int = 5000  # frames of random play to train on
     epochs: int = 10  # passes over them
@@ -58,12 +59,11 @@ def train(args):
     mae = spirl.MaskedAutoencoder().to(device)
     write_whole = spirl.write_whole
 
-    def keep_some(path, write):
-        write(folder / "new.pt")
-        epoch = torch.load(folder / "new.pt", weights_only=True)["epoch"]
+    def keep_some(path, write):  # pretrain_mae calls it for its checkpoint, after each epoch
+        write_whole(path, write)
+        epoch = torch.load(path, weights_only=True)["epoch"]
         if epoch in (1, 2, 3, 5, 8, 10, 20, 30, 50, args.epochs):
-            write_whole(folder / f"epoch{epoch:03d}.pt", write)
-        os.replace(folder / "new.pt", path)
+            shutil.copyfile(path, folder / f"epoch{epoch:03d}.pt")
 
     spirl.write_whole = keep_some
     spirl.pretrain_mae(mae_args, mae, frames[: args.frames], frames[args.frames :], device, folder)
@@ -97,35 +97,43 @@ def measure(args, folder):
 
 def report():
     """The table of every MAE that was measured, and .github/mask_spread.png: K and loss, fixed against spread."""
+    paths = sorted(FOLDER.glob("*/measured.json"))
+    if not paths:
+        sys.exit(f"nothing was measured in {FOLDER}")
     print(f"| game | masks | frames x epochs, seed | loss at {', '.join(map(str, MASK_RATIOS))} | surroundings' error "
           "| of the flattest quarter | K, 5 % / median / 95 % of the frames, in % | smallest ratio for all 200 "
           "| paper's mr* |")
     print(9 * "|---" + "|")
-    figure = Figure(figsize=(13, 8), layout="constrained")
+    figure = Figure(figsize=(14, 8.5), layout="constrained")
     axes = figure.subplots(2, 4, sharex="row", sharey="row")
     games = list(spirl.PAPER_IDEAL_RATIO)
-    for path in sorted(FOLDER.glob("*/measured.json")):
+    for path in paths:
         game, masks, size, *seed = path.parent.name.split("__")  # seed: its number, and "amp"
         measured, paper = json.loads(path.read_text()), spirl.PAPER_IDEAL_RATIO[f"ALE/{game}-v5"]
         last, column = measured[-1], games.index(f"ALE/{game}-v5")
         print(f"| {game} | {masks} | {size}, {' '.join(seed)} | " + ", ".join(f"{loss:.3f}" for loss in last["losses"])
               + f" | {last['error']:.3f} | {last['flat_error']:.3f} | " + " / ".join(f"{k:.0f}" for k in last["K"])
               + f" | {last['mr*']:.0%} | {paper:.0%} |")
-        colour = spirl.VERMILION if masks == "fixed" else spirl.BLUE
+        style = {"color": spirl.VERMILION if masks == "fixed" else spirl.BLUE, "marker": "o", "markersize": 4,
+                 "linestyle": "-" if size in ("5000x50", "50000x8") else "--", "label": f"{masks}, {size}"}
         images = [row["images"] for row in measured]
         low, median, high = zip(*(row["K"] for row in measured))
-        axes[0, column].plot(images, median, "o-", color=colour, markersize=4)
-        axes[0, column].fill_between(images, low, high, color=colour, alpha=0.12)
-        axes[1, column].plot(MASK_RATIOS, last["losses"], "o-", color=colour, markersize=4)
+        axes[0, column].plot(images, median, **style)
+        axes[0, column].fill_between(images, low, high, color=style["color"], alpha=0.12)
+        axes[0, column].plot(images[-1], 100 * last["mr*"], "x", color=style["color"], markersize=8)
+        axes[1, column].plot(MASK_RATIOS, last["losses"], **style)
     for column, (game, ratio) in enumerate(spirl.PAPER_IDEAL_RATIO.items()):
         axes[0, column].axhline(100 * ratio, color="black", linestyle="--")
         axes[0, column].set(title=game[4:-3], xlabel="images trained on", xscale="log", ylim=(0, 100))
         axes[1, column].set(xlabel="share of hidden patches", yscale="log")
         axes[1, column].axvline(136 / 144, color="black", linestyle=":")
+        lines = dict(zip(*axes[1, column].get_legend_handles_labels()[::-1]))  # one of each label
+        axes[1, column].legend(lines.values(), lines.keys())
     axes[0, 0].set_ylabel("K, % of the patches")
     axes[1, 0].set_ylabel("loss, Eq. (1)")
-    figure.suptitle("Red: the paper's one mask ratio. Blue: a spread of ratios. Bands: 5 to 95 % of the frames. "
-                    "Dashed: the paper's mr*. Dotted: eight patches seen.", fontsize=12)
+    figure.suptitle("Above: K of the median frame, in a band from 5 to 95 % of the frames; x: the ratio that keeps all "
+                    "200 whole; black: the paper's mr*.\n"
+                    "Below: at the end of training; dotted: Eq. (3)'s eight patches.", fontsize=12)
     figure.savefig(ROOT / ".github/mask_spread.png", dpi=80)
 
 
