@@ -188,7 +188,7 @@ def oracle_game(policy, seed, args):
 
 
 def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
-    args = dataclasses.replace(spirl.Args(env_id="ALE/MsPacman-v5"), max_episode_frames=1000)
+    args = dataclasses.replace(spirl.Args(env_id="ALE/MsPacman-v5"), max_episode_frames=600)
     policy = FirstPixels(9).train()
     seeds = spirl.game_seeds(5, spirl.EVALUATE, num=4)
     expected = [oracle_game(policy, seed, args) for seed in seeds]
