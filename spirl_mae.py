@@ -133,7 +133,7 @@ def check_args(args):
          and args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim and --decoder-dim must be multiples of their heads and of 4"),
         (args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread,
-         f"--mae-mask-ratio {args.mae_mask_ratio} +- {args.mae_mask_spread} must be in 0 to {1 - 1 / num_patches:.3f}"),
+         f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread must be in 0 to {1 - 1 / num_patches:.3f}"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
          f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches"),
         (args.coverage < 1, f"--coverage {args.coverage} must be below 1: mr* keeps more than that share whole"),

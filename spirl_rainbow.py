@@ -168,7 +168,7 @@ def check_args(args):
          and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
         (args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread,
-         f"--mae-mask-ratio {args.mae_mask_ratio} +- {args.mae_mask_spread} must be in 0 to {1 - 1 / num_patches:.3f}"),
+         f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread must be in 0 to {1 - 1 / num_patches:.3f}"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
          f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches"),
         (args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency,
