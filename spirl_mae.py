@@ -5,9 +5,9 @@ auto-encoder (MAE) learns to rebuild frames of a random policy from a quarter of
 cannot rebuild from the patches around it is salient, and the Lorenz curve of a frame's errors says how many are
 (Fig. 3). There is no reinforcement learning here: `spirl_rainbow.py --mae-checkpoint` takes the mae.pt that this saves.
 
-    python spirl_mae.py                                                      # the paper's pre-training on Frostbite
-    python spirl_mae.py --env-id ALE/Seaquest-v5 --device cuda               # another game, 50,000 frames
-    python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000  # only look at what one has learned
+    python spirl_mae.py                                                             # the paper's, on Frostbite
+    python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21  # another game, sooner
+    python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000         # look at what one has learned
 
 Shape letters: B batch, P patches a side, N = P**2, p pixels a patch's side, D width of a layer, T tokens, H attention
 heads, d = D / H, K patches that the encoder sees or that are selected, M neighbourhoods. (In code F is
@@ -61,7 +61,7 @@ class Args:
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
-    mae_mask_spread: float = 0.0  # ours: each batch's share is drawn from mae_mask_ratio plus or minus this (paper: 0)
+    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; 0.21 reaches Eq. (3)'s 94 %
     mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slower on a CPU without AMX
     max_episode_frames: int = 108_000  # game frames after which a game is cut off; its last state has a value (Table 9)
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
@@ -133,15 +133,16 @@ def check_args(args):
          and args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim and --decoder-dim must be multiples of their heads and of 4"),
         (args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread,
-         f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread must be in 0 to {1 - 1 / num_patches:.3f}"),
+         f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must stay between 0 and "
+         f"{1 - 1 / num_patches:.3f}, so that the encoder sees a patch"),
         (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
          f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches"),
         (args.coverage < 1, f"--coverage {args.coverage} must be below 1: mr* keeps more than that share whole"),
     ):
         if not holds:
             fail(rule)
+    looked = ("mae_checkpoint", "mae_frames")
     for field in fields(args) if args.mae_checkpoint else ():
-        looked = ("mae_checkpoint", "mae_frames")
         if field.name.startswith("mae_") and field.name not in looked and getattr(args, field.name) != field.default:
             fail(f"--{field.name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
 
@@ -219,9 +220,7 @@ class Block(nn.Module):
 
 def normalize_patches(patches):
     """Eq. (2): each patch (..., p*p*3) minus its own mean, over its own (unbiased) standard deviation."""
-    centred = patches - patches.mean(-1, keepdim=True)
-    variance = centred.square().sum(-1, keepdim=True) / (patches.shape[-1] - 1)  # on a CPU tensor.var is far slower
-    return centred / (variance + 1e-6).sqrt()
+    return (patches - patches.mean(-1, keepdim=True)) / (patches.var(-1, keepdim=True) + 1e-6).sqrt()
 
 
 class MaskedAutoencoder(nn.Module):
@@ -495,7 +494,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
 def count_salient_patches(mae, frames, lorenz_slope):
     """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. Of 10,000 frames and more only
-    each (n // 5000)th is counted, which is much faster; mr* of all of them may be 5 % more or less."""
+    each (n // 5000)th is counted, which is much faster; mr* of all of them may be one step of 5 % away."""
     frames = frames[:: max(1, len(frames) // 5000)]
     look = partial(select_salient_patches, max_patches=mae.num_patches, lorenz_slope=lorenz_slope)
     cache, batches = ErrorMapCache(mae), torch.from_numpy(frames).split(64)

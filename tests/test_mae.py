@@ -297,7 +297,7 @@ def test_the_mask_ratio_is_spread_over_the_batches(random_play, tmp_path):
 
 
 def test_pretraining_in_bfloat16(random_play, tmp_path):
-    """Linear layers compute in bfloat16, attention and weights are float32, and the losses hardly differ."""
+    """Linear layers compute in bfloat16, attention in float32, and the loss falls as it does without."""
     frames, losses, names = random_play["ALE/Frostbite-v5"][:96], {}, ("blocks.0.attn.qkv", "blocks.0.attn.proj")
     for amp in (False, True):
         torch.manual_seed(0)
@@ -307,12 +307,12 @@ def test_pretraining_in_bfloat16(random_play, tmp_path):
                 if torch.is_grad_enabled():  # in training
                     seen.add((name, inputs[0].dtype, out.dtype))
             mae.get_submodule(name).register_forward_hook(look)
-        args = spirl.Args(mae_epochs=2, mae_batch_size=32, mae_amp=amp)
+        args = spirl.Args(mae_epochs=3, mae_batch_size=32, mae_learning_rate=0.01, mae_amp=amp)
         curves = spirl.pretrain_mae(args, mae, frames, frames[:8], torch.device("cpu"), tmp_path / str(amp))
         losses[amp] = [value for _, value in curves["loss"]]
-        assert all(value.dtype == torch.float32 for value in mae.state_dict().values())
         assert seen == {(name, torch.float32, torch.bfloat16 if amp else torch.float32) for name in names}
     assert losses[True] != losses[False] and losses[True] == pytest.approx(losses[False], rel=0.01)
+    assert losses[True][-1] < 0.9 * losses[True][0]
 
 
 def test_pretraining_stops_at_what_is_not_finite(random_play, tmp_path):

@@ -17,7 +17,8 @@ def test_shipped_weights(path, maes, random_play):
     assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 5000
     mae, every = maes[args.env_id], args.mae_frames // 5000
     trained_on = spirl_mae.collect_random_frames(args, 40 * every)[:: 20 * every]  # two of them
-    assert counted["counts"][:40:20].tolist() == spirl_mae.count_salient_patches(mae, trained_on, 0.5).tolist()
+    again = spirl_mae.count_salient_patches(mae, trained_on, 0.5)  # rounding may move it by one
+    assert (counted["counts"][:40:20] - again).abs().max() <= 1
     errors = spirl_mae.ErrorMapCache(mae)(torch.from_numpy(random_play[args.env_id][:400:200]))
     assert errors.mean() < 0.2  # 1 is a MAE that knows only each patch's mean
 

@@ -53,8 +53,6 @@ class Args:
     """CPU threads of PyTorch"""
     device: str = "auto"
     """as in the scripts"""
-    mae_checkpoint: Path | None = None
-    """a mae.pt of Frostbite for all measurements (default: one trained here, for two minutes, on all four games)"""
 
 
 def synchronize(device):
@@ -88,30 +86,21 @@ def random_frames(game, count):
     return spirl.collect_random_frames(spirl.Args(env_id=f"ALE/{game}-v5"), count)
 
 
-@functools.cache
-def some_mae(checkpoint, device):
-    """A frozen MAE: that of the checkpoint, or one trained for a few epochs on 512 frames of each game."""
-    with torch.device(device):
-        torch.manual_seed(1)
-        mae = spirl.MaskedAutoencoder()
-    if checkpoint:
-        mae.load_state_dict(torch.load(checkpoint, map_location=device, weights_only=True)["model"])
-    else:
-        frames = np.concatenate([random_frames(game, 4096)[::8] for game in GAMES])
-        settings = spirl.Args(mae_epochs=5, mae_learning_rate=4e-3)
-        with tempfile.TemporaryDirectory() as folder:
-            spirl.pretrain_mae(settings, mae, frames, frames[:64], device, Path(folder))
-    return mae.eval().requires_grad_(False)
+def weights(game):
+    """The file of a trained MAE of this game."""
+    return ROOT / f"tests/weights/{game}.pt"
 
 
 def error_map(args, device):
     """The plain error map against the cached one, from an empty table."""
-    mae = some_mae(args.mae_checkpoint, device)
     print("| game | plain, ms a frame | plain in batches of 8 | cached, ms a frame | ratio of first and third | "
           "new neighbourhoods a frame, by sixths of all | largest difference | frames with another K | "
           "machine's matrix rate, GFLOP/s |")
     print("|---|---|---|---|---|---|---|---|---|")
     for game in args.games:
+        mae = spirl.MaskedAutoencoder().to(device)
+        mae.load_state_dict(torch.load(weights(game), map_location=device, weights_only=True)["model"])
+        mae.eval().requires_grad_(False)
         frames = torch.from_numpy(random_frames(game, args.frames)).to(device)
         cache, misses, plain_seconds, cached_seconds, largest, other_k, near, compared = (
             spirl.ErrorMapCache(mae), [], [], [], 0.0, 0, 0, 0)
@@ -206,21 +195,15 @@ def finish_run(run):
     return json.loads(path.read_text())
 
 
-def saved_mae(args, folder, device):
-    spirl.save_mae(folder / "mae.pt", some_mae(args.mae_checkpoint, device), spirl.Args(), None)
-    return folder / "mae.pt"
-
-
 def rate(results):
     """Steps a second of a run, one short evaluation game included."""
-    return results["steps"] / results["seconds"]
+    return results["steps"] / results["training_seconds"]
 
 
 def step(args, device):
     """Training steps a second of whole runs of the scripts on Frostbite, from an empty error table."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        mae = saved_mae(args, folder, device)
+        folder, mae = Path(temporary), weights("Frostbite")
         print("| method | steps a second |\n|---|---|")
         for name, script, flags in (
             ("SPIRL", "spirl_rainbow.py", ["--mae-checkpoint", mae]),
@@ -254,10 +237,11 @@ def pretraining(args, device):
     masks = torch.Generator(device).manual_seed(1)
     patches = mae.patchify(frames).float() / 255
     kept = torch.rand(64, 144, device=device).argsort(1)[:, :36]
-    model = mae
+    model, amp = mae, False
 
     def forward():
-        return model(frames, 0.75, masks)[0]
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            return model(frames, 0.75, masks)[0]
 
     def train():
         loss = forward()
@@ -286,7 +270,9 @@ def pretraining(args, device):
     rates.append(matrix_rate(device))
     model = torch.compile(mae)
     print(f"| the same, compiled | {milliseconds(train, device, 10, 2):.1f} | |")
-    model = mae
+    model, amp = mae, True
+    print(f"| the same, with --mae-amp | {milliseconds(train, device, 10, 2):.1f} | |")
+    amp = False
     settings = spirl.Args(mae_epochs=1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -328,10 +314,9 @@ def growth(args, device):
 
 def threads(args, device):
     """Two runs of one thread each at once, against one run of two threads."""
+    flags = ["--mae-checkpoint", weights("Frostbite")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        flags = ["--mae-checkpoint", saved_mae(args, folder, device)]
-
         alone = rate(finish_run(start_run(folder, args, "spirl_rainbow.py", *flags, threads=2)))
         pair = [start_run(folder, args, "spirl_rainbow.py", *flags, "--seed", seed, threads=1) for seed in (1, 2)]
         both = [rate(finish_run(run)) for run in pair]
