@@ -114,8 +114,11 @@ def report():
         print(f"| {game} | {masks} | {size}, {' '.join(seed)} | " + ", ".join(f"{loss:.3f}" for loss in last["losses"])
               + f" | {last['error']:.3f} | {last['flat_error']:.3f} | " + " / ".join(f"{k:.0f}" for k in last["K"])
               + f" | {last['mr*']:.0%} | {paper:.0%} |")
+        kind = "75 % hidden" if masks == "fixed" else "54 to 96 % hidden"
+        epochs = size.replace("x", " frames, ") + " epochs" + ("" if "amp" in seed else ", float32")
         style = {"color": spirl.VERMILION if masks == "fixed" else spirl.BLUE, "marker": "o", "markersize": 4,
-                 "linestyle": "-" if size in ("5000x50", "50000x8") else "--", "label": f"{masks}, {size}"}
+                 "linestyle": ":" if "amp" not in seed else "-" if size in ("5000x50", "50000x8") else "--",
+                 "label": f"{kind}, {epochs}"}
         images = [row["images"] for row in measured]
         low, median, high = zip(*(row["K"] for row in measured))
         axes[0, column].plot(images, median, **style)
@@ -123,17 +126,15 @@ def report():
         axes[0, column].plot(images[-1], 100 * last["mr*"], "x", color=style["color"], markersize=8)
         axes[1, column].plot(MASK_RATIOS, last["losses"], **style)
     for column, (game, ratio) in enumerate(spirl.PAPER_IDEAL_RATIO.items()):
-        axes[0, column].axhline(100 * ratio, color="black", linestyle="--")
+        axes[0, column].axhline(100 * ratio, color="black", linestyle="--", label="the paper's mr*")
         axes[0, column].set(title=game[4:-3], xlabel="images trained on", xscale="log", ylim=(0, 100))
+        axes[0, column].plot([], "kx", label="keeps all 200 frames whole")
+        axes[1, column].axvline(136 / 144, color="black", linestyle=":", label="Eq. (3) hides 136 of 144")
         axes[1, column].set(xlabel="share of hidden patches", yscale="log")
-        axes[1, column].axvline(136 / 144, color="black", linestyle=":")
-        lines = dict(zip(*axes[1, column].get_legend_handles_labels()[::-1]))  # one of each label
-        axes[1, column].legend(lines.values(), lines.keys())
     axes[0, 0].set_ylabel("K, % of the patches")
-    axes[1, 0].set_ylabel("loss, Eq. (1)")
-    figure.suptitle("Above: K of the median frame, in a band from 5 to 95 % of the frames; x: the ratio that keeps all "
-                    "200 whole; black: the paper's mr*.\n"
-                    "Below: at the end of training; dotted: Eq. (3)'s eight patches.", fontsize=12)
+    axes[1, 0].set_ylabel("loss, Eq. (1), after training")
+    lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3)  # one of each label
     figure.savefig(ROOT / ".github/mask_spread.png", dpi=80)
 
 
