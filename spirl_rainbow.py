@@ -5,8 +5,8 @@ auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it 
 it is salient. The frozen encoder embeds the salient patches of each frame, a one-layer Transformer pools them, and
 Data-Efficient Rainbow decides what to do (Fig. 5).
 
-    python spirl_rainbow.py                                                     # the paper's 100K run on Frostbite
-    python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint mae.pt    # another game, pre-trained before
+    python spirl_rainbow.py                                                                      # 100K on Frostbite
+    python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt  # another game
 
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
 p pixels a patch's side, D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E games,
