@@ -41,7 +41,8 @@ def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
     assert done.returncode == 0 and (tmp_path / "runs/run/results.json").exists(), done.stderr[-3000:]
 
 
-def test_the_auto_encoder_alone(tmp_path):
+@pytest.mark.parametrize("amp", [[], ["--mae-amp"]], ids=["float32", "bfloat16"])
+def test_the_auto_encoder_alone(tmp_path, amp):
     flags = SMALL[: SMALL.index("--max-episode-frames")]
-    path, results = finished(tmp_path, "mae", *flags, "--device", "cuda", script="spirl_mae.py")
+    path, results = finished(tmp_path, "mae", *flags, *amp, "--device", "cuda", script="spirl_mae.py")
     assert results["device"] == "cuda" and (path / "figures/mae_reconstruction.png").exists()
