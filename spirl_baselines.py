@@ -11,7 +11,7 @@ many random steps as SPIRL's pre-training takes. MAE-All sees the embeddings of 
 
 Shape letters: B batch, F frames stacked, L patches of a frame, P patches a side, N = P**2, p pixels a patch's side,
 D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E games, K patches that the encoder
-sees. (In code F is torch.nn.functional; of frames H and W are pixels.)
+sees. (In code F is torch.nn.functional; a frame is H by W pixels.)
 """
 
 import argparse
@@ -104,7 +104,7 @@ class Args:
     target_update_frequency: int = 2000  # updates between copies into the target network (data-efficient Rainbow)
     priority_exponent: float = 0.5  # alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)
     priority_weight: float = 0.4  # beta at the first update; it grows linearly to 1 at the end (Rainbow, Table 1)
-    max_episode_frames: int = 108_000  # game frames after which a game is cut off; its last state has a value (Table 9)
+    max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
     eval_frequency: int = 0  # steps between evaluations (400K: 50,000), the best median is reported; 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
@@ -153,13 +153,14 @@ def check_args(args):
     """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
     check_each(args)
     num_patches, least = (args.image_size // args.patch_size) ** 2, args.batch_size + args.n_step + args.frame_stack
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     for holds, rule in (
         (args.image_size % args.patch_size == 0 and num_patches >= 9,
          f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"),
-        (args.mae_frames is None or args.method != "mae-all" or args.mae_frames >= args.mae_batch_size,
-         f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
-        (args.mae_frames is None or args.method != "de-rainbow-p" or args.mae_frames > args.n_step,
-         f"--mae-frames {args.mae_frames} must be above --n-step {args.n_step}: so many random steps come first"),
+        (args.method != "mae-all" or num_frames >= args.mae_batch_size,
+         f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
+        (args.method != "de-rainbow-p" or num_frames > args.n_step,
+         f"--mae-frames {num_frames} must be above --n-step {args.n_step}: so many random steps come first"),
         (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
          and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
@@ -330,7 +331,7 @@ class MaskedAutoencoder(nn.Module):
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # further frames, never trained on, to measure the loss on: those that come next
+HELD_OUT_FRAMES = 256  # frames collected after those, never trained on, to measure the loss on
 
 
 def collect_random_frames(args, num_frames):
@@ -456,7 +457,7 @@ class Replay:
         """Store a frame of which `count` patches count; `starts`: it is the first of another life."""
         self.slot, self.life = (self.slot + 1) % self.capacity, self.life + bool(starts)
         now = slice(self.slot, self.slot + 1)  # a slice: with an index, storing a number would wait for the GPU
-        # The frame that is overwritten here was the oldest of the stacks that end in the next slots of its life.
+        # The stacks that end in the next slots of its life hold the frame that is overwritten here.
         later = (self.slot - self.past[:-1]) % self.capacity
         self.priorities[later] *= self.lives[later] != self.lives[now]
         self.frames[now], self.counts[now], self.lives[now] = frame, count, self.life
@@ -681,7 +682,7 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
 
     `look(frames)` turns an array of uint8 frames (B, H, W, 3) into what the network reads of each, (B, *) and counts
     (B,), and whatever a figure needs. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
-    life does not blank the stack. Moments, for figures: frame, state and the rest of `look`, up to 1,000 steps."""
+    life does not blank the stack. Moments, of the first game's first 1,000 steps: frame, state, the rest of `look`."""
     network.eval()
     observation = np.concatenate([env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)])
     scores, playing, moments, steps, played = np.zeros(len(seeds)), np.arange(len(seeds)), [], 0, 0
@@ -717,8 +718,8 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
 
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
-    """Fig. 6: of the newest frame of a state (batch 1), whose patch_ids are (1, L), the ids of the selected patches and
-    of the fewest with 60 % of the attention that [cls] (under mean pooling: the patches) pays them over all heads."""
+    """Fig. 6, of the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
+    the fewest that have 60 % of the attention of [cls] (under mean pooling: of the patches) to them, over all heads."""
     q, k, _, _ = trunk.attend(*state)
     selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
     if trunk.padding == "mask":  # patches that are not there neither ask nor are looked at
@@ -828,7 +829,7 @@ if __name__ == "__main__":
     name = f"{args.env_id[4:].split('-')[0]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     run_dir = Path(args.resume or Path("runs", args.run_name or name))
 
-    # MAE-All's auto-encoder: this run's own, the given one, or one to pre-train. That is done when mae.pt is there.
+    # MAE-All's auto-encoder: this run's own, the given one, or one to pre-train, which is done when mae.pt is there.
     if args.method == "mae-all":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
@@ -873,7 +874,7 @@ if __name__ == "__main__":
     random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
-    # What has happened so far. The emulator's state is where the game's seed and its `actions` lead.
+    # What has happened so far. The emulator's state is not saved: the game's seed and `actions` lead back to it.
     run = SimpleNamespace(step=0, updates=0, games=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin, or go on from the checkpoint.

@@ -10,8 +10,8 @@ cannot rebuild from the patches around it is salient, and the Lorenz curve of a 
     python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000         # look at what one has learned
 
 Shape letters: B batch, P patches a side, N = P**2, p pixels a patch's side, D width of a layer, T tokens, H attention
-heads, d = D / H, K patches that the encoder sees or that are selected, M neighbourhoods. (In code F is
-torch.nn.functional; of frames H and W are pixels.)
+heads, d = D / H, K patches selected or seen by the encoder, M neighbourhoods. (In code F is torch.nn.functional; a
+frame is H by W pixels.)
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Args:
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
     mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; 0.21 reaches Eq. (3)'s 94 %
     mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slower on a CPU without AMX
-    max_episode_frames: int = 108_000  # game frames after which a game is cut off; its last state has a value (Table 9)
+    max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
     encoder_dim: int = 64  # width of the encoder and of a patch's embedding (Table 4)
@@ -124,11 +124,12 @@ def check_args(args):
     """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     for holds, rule in (
         (args.image_size % args.patch_size == 0 and num_patches >= 9,
          f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"),
-        (args.mae_frames is None or args.mae_checkpoint or args.mae_frames >= args.mae_batch_size,
-         f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
+        (args.mae_checkpoint or num_frames >= args.mae_batch_size,
+         f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
         (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
          and args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
          "--encoder-dim and --decoder-dim must be multiples of their heads and of 4"),
@@ -289,7 +290,7 @@ class MaskedAutoencoder(nn.Module):
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # further frames, never trained on, to measure the loss on: those that come next
+HELD_OUT_FRAMES = 256  # frames collected after those, never trained on, to measure the loss on
 
 
 def collect_random_frames(args, num_frames):
@@ -423,7 +424,7 @@ class ErrorMapCache:
         """E (B, N), float32, of uint8 frames (B, H, W, 3); on their device, whatever the MAE's."""
         hashes = self.hashes(frames)
         errors = {key: self.known.get(key) for key in hashes}
-        new = {key: at for at, key in enumerate(hashes) if errors[key] is None}  # hash: where it stands
+        new = {key: at for at, key in enumerate(hashes) if errors[key] is None}  # hash: frame * N + place
         if new:
             patches = self.mae.patchify(frames.to(self.around.device))  # (B, N, p*p*3)
             at = torch.tensor(list(new.values()), device=patches.device)
@@ -496,9 +497,9 @@ def count_salient_patches(mae, frames, lorenz_slope):
     """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. Of 10,000 frames and more only
     each (n // 5000)th is counted, which is much faster; mr* of all of them may be one step of 5 % away."""
     frames = frames[:: max(1, len(frames) // 5000)]
-    look = partial(select_salient_patches, max_patches=mae.num_patches, lorenz_slope=lorenz_slope)
     cache, batches = ErrorMapCache(mae), torch.from_numpy(frames).split(64)
-    return torch.cat([look(cache(batch))[1] for batch in tqdm(batches, "counting salient patches", unit="batch")])
+    return torch.cat([select_salient_patches(cache(batch), mae.num_patches, lorenz_slope)[1]
+                      for batch in tqdm(batches, "counting salient patches", unit="batch")])
 
 
 PAPER_MAX_RATIO = {"ALE/Frostbite-v5": 0.35, "ALE/MsPacman-v5": 0.30, "ALE/Seaquest-v5": 0.20,
@@ -508,7 +509,7 @@ PAPER_IDEAL_RATIO = {"ALE/Frostbite-v5": 0.40, "ALE/MsPacman-v5": 0.35, "ALE/Sea
 
 
 def ratio_to_patches(ratio, num_patches):
-    """Patches that a maximal ratio keeps: its share of num_patches, rounded down (but 0.29 of 100 is 29, not 28)."""
+    """Patches that a maximal ratio keeps: that share of all, rounded down. (Without 1e-6, 0.29 of 100 would be 28.)"""
     return int(num_patches * ratio + 1e-6)
 
 
@@ -789,5 +790,5 @@ if __name__ == "__main__":
     (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
     if losses["loss"]:
         print(f"loss {results['final_loss']:.4f}, on held-out frames {results['held_out_losses'][-1]:.4f}")
-    print(f"K of {mae.num_patches} patches, in per cents of the frames: {results['K']}")
+    print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")
     print(f"mr* is {ideal:.0%}; it keeps {kept_whole[round(100 * ideal)]:.2%} of the frames whole; see {figures}")

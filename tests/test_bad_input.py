@@ -36,6 +36,7 @@ OF_MAE = [
     (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must stay between 0 and 0.993"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio 0.3 .*-spread 0.4 must"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
+    (["--mae-batch-size", "6000"], "--mae-frames 5000 must be at least --mae-batch-size 6000"),
     (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt is not a checkpoint .*No such file"),
     (["--mae-checkpoint", "empty.pt"], "empty.pt is not a checkpoint"),
     (["--mae-checkpoint", "cut.pt"], "cut.pt is not a checkpoint"),
