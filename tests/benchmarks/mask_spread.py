@@ -4,8 +4,9 @@
     python tests/benchmarks/mask_spread.py --spread 0.21     # another one with a spread of shares
     python tests/benchmarks/mask_spread.py --report          # all that are there
 
-A MAE and what was measured of it stay in runs/mask_spread/; training that was stopped goes on when the same command
-is given again. All are measured on the same 200 frames of a game, of random play with a seed of its own, 777.
+A MAE stays in runs/mask_spread/, and training that was stopped goes on when the same command is given again. What was
+measured of it, on 200 frames of random play with a seed of their own, 777, goes to tests/results/mask_spread/. Of some
+that are there only the end of their training was kept.
 """
 
 import json
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import spirl_mae as spirl  # noqa: E402
 
 FOLDER = ROOT / "runs/mask_spread"
+RESULTS = ROOT / "tests/results/mask_spread"
 MASK_RATIOS = (0.5, 0.75, 0.95, 0.98)
 
 
@@ -73,7 +75,7 @@ def train(args):
 
 
 def measure(args, folder):
-    """Write measured.json: of each epoch that was kept the loss by mask ratio, the error of surroundings, K."""
+    """Write its file in RESULTS: of each epoch that was kept the loss by mask ratio, the error of surroundings, K."""
     device = spirl.pick_device(args.device)
     frames = torch.from_numpy(spirl.collect_random_frames(spirl.Args(env_id=args.env_id, seed=777), 3000)[::15].copy())
     mae, measured = spirl.MaskedAutoencoder().to(device), []
@@ -92,14 +94,13 @@ def measure(args, folder):
             "flat_error": errors.take_along_dim(flat, 1).mean().item(),
             "K": [100 * float(np.percentile(counts, q)) / mae.num_patches for q in (5, 50, 95)],
             "mr*": spirl.ideal_max_ratio(counts, mae.num_patches)})
-    (folder / "measured.json").write_text(json.dumps(measured, indent=2))
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{folder.name}.json").write_text(json.dumps(measured, indent=1))
 
 
 def report():
     """The table of every MAE that was measured, and .github/mask_spread.png: K and loss, fixed against spread."""
-    paths = sorted(FOLDER.glob("*/measured.json"))
-    if not paths:
-        sys.exit(f"nothing was measured in {FOLDER}")
+    paths = sorted(RESULTS.glob("*.json"))
     print(f"| game | masks | frames x epochs, seed | loss at {', '.join(map(str, MASK_RATIOS))} | surroundings' error "
           "| of the flattest quarter | K, 5 % / median / 95 % of the frames, in % | smallest ratio for all 200 "
           "| paper's mr* |")
@@ -108,7 +109,7 @@ def report():
     axes = figure.subplots(2, 4, sharex="row", sharey="row")
     games = list(spirl.PAPER_IDEAL_RATIO)
     for path in paths:
-        game, masks, size, *seed = path.parent.name.split("__")  # seed: its number, and "amp"
+        game, masks, size, *seed = path.stem.split("__")  # seed: its number, and "amp"
         measured, paper = json.loads(path.read_text()), spirl.PAPER_IDEAL_RATIO[f"ALE/{game}-v5"]
         last, column = measured[-1], games.index(f"ALE/{game}-v5")
         print(f"| {game} | {masks} | {size}, {' '.join(seed)} | " + ", ".join(f"{loss:.3f}" for loss in last["losses"])
