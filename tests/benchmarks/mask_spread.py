@@ -29,6 +29,7 @@ import spirl_mae as spirl  # noqa: E402
 FOLDER = ROOT / "runs/mask_spread"
 RESULTS = ROOT / "tests/results/mask_spread"
 MASK_RATIOS = (0.5, 0.75, 0.95, 0.98)
+LENGTHS = ((50_000, "50,000", "--"), (400_000, "250,000 or 400,000", "-"), (2.5e6, "500,000 or 2,500,000", "-."))
 
 
 @dataclass
@@ -115,15 +116,18 @@ def report():
         print(f"| {game} | {masks} | {size}, {' '.join(seed)} | " + ", ".join(f"{loss:.3f}" for loss in last["losses"])
               + f" | {last['error']:.3f} | {last['flat_error']:.3f} | " + " / ".join(f"{k:.0f}" for k in last["K"])
               + f" | {last['mr*']:.0%} | {paper:.0%} |")
-        kind = "75 % hidden" if masks == "fixed" else "54 to 96 % hidden"
-        epochs = size.replace("x", " frames, ") + " epochs" + ("" if "amp" in seed else ", float32")
-        style = {"color": spirl.VERMILION if masks == "fixed" else spirl.BLUE, "marker": "o", "markersize": 4,
-                 "linestyle": ":" if "amp" not in seed else "-" if size in ("5000x50", "50000x8") else "--",
-                 "label": f"{kind}, {epochs}"}
-        images = [row["images"] for row in measured]
-        low, median, high = zip(*(row["K"] for row in measured))
+        if "amp" not in seed:
+            continue  # float32 would lie on top
+        images = np.array([row["images"] for row in measured])
+        low, median, high = np.array([row["K"] for row in measured]).T
+        length, line = next((text, line) for most, text, line in LENGTHS if images[-1] <= most)
+        style = {"color": spirl.VERMILION if masks == "fixed" else spirl.BLUE, "linestyle": line, "marker": "o",
+                 "markersize": 4, "label": f"{'75' if masks == 'fixed' else '54 to 96'} % hidden, {length} images"}
         axes[0, column].plot(images, median, **style)
-        axes[0, column].fill_between(images, low, high, color=style["color"], alpha=0.12)
+        if len(measured) > 1:
+            axes[0, column].fill_between(images, low, high, color=style["color"], alpha=0.12)
+        else:
+            axes[0, column].vlines(images, low, high, color=style["color"])
         axes[0, column].plot(images[-1], 100 * last["mr*"], "x", color=style["color"], markersize=8)
         axes[1, column].plot(MASK_RATIOS, last["losses"], **style)
     for column, (game, ratio) in enumerate(spirl.PAPER_IDEAL_RATIO.items()):
