@@ -138,8 +138,8 @@ def report():
         axes[1, column].set(xlabel="share of hidden patches", yscale="log")
     axes[0, 0].set_ylabel("K, % of the patches")
     axes[1, 0].set_ylabel("loss, Eq. (1), after training")
-    lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3)  # one of each label
+    lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}  # each once
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, handlelength=3.5)
     figure.savefig(ROOT / ".github/mask_spread.png", dpi=80)
 
 
