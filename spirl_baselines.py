@@ -71,7 +71,7 @@ class Args:
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
-    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; 0.21 reaches Eq. (3)'s 94 %
+    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; with 0.21 it reaches 96 %
     mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slow on a CPU without them
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)

@@ -61,7 +61,7 @@ class Args:
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
-    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; 0.21 reaches Eq. (3)'s 94 %
+    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; with 0.21 it reaches 96 %
     mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slow on a CPU without them
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
@@ -495,7 +495,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
 def count_salient_patches(mae, frames, lorenz_slope):
     """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. Of 10,000 frames and more only
-    each (n // 5000)th is counted, which is much faster; mr* of all of them may be one step of 5 % away."""
+    each (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
     cache, batches = ErrorMapCache(mae), torch.from_numpy(frames).split(64)
     return torch.cat([select_salient_patches(cache(batch), mae.num_patches, lorenz_slope)[1]
@@ -755,7 +755,9 @@ if __name__ == "__main__":
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    save_mae(run_dir / "mae.pt", mae, args, {"counts": counts, "lorenz_slope": args.lorenz_slope})
+    made = read_checkpoint(args.mae_checkpoint).get("args") if args.mae_checkpoint else None  # how a given MAE was made
+    save_mae(run_dir / "mae.pt", mae, argparse.Namespace(**made) if isinstance(made, dict) else args,
+             {"counts": counts, "lorenz_slope": args.lorenz_slope})
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)
     kept_whole = {percent: (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
@@ -780,7 +782,7 @@ if __name__ == "__main__":
         "steps": len(losses["loss"]), "held_out_losses": [value for _, value in losses["held_out_loss"]],
         "final_loss": float(np.mean([value for _, value in losses["loss"][-50:]])) if losses["loss"] else None,
         "K": {f"{q}%": int(np.percentile(counts, q)) for q in (0, 5, 25, 50, 75, 95, 100)},
-        "lorenz_slope": args.lorenz_slope, "ideal_max_ratio": ideal, "max_ratio": max_ratio, "kept_whole": kept_whole,
+        "ideal_max_ratio": ideal, "max_ratio": max_ratio, "kept_whole": kept_whole,
         "paper_ideal_max_ratio": PAPER_IDEAL_RATIO.get(args.env_id),
         "pretraining_seconds": None if args.resume else seconds, "device": str(device),
         "threads": torch.get_num_threads(),
@@ -789,6 +791,7 @@ if __name__ == "__main__":
     write_whole(run_dir / "results.json", lambda path: path.write_text(json.dumps(results, indent=2)))
     (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
     if losses["loss"]:
-        print(f"loss {results['final_loss']:.4f}, on held-out frames {results['held_out_losses'][-1]:.4f}")
+        print(f"loss of the last 50 batches {results['final_loss']:.4f}; of held-out frames, --mae-mask-ratio hidden: "
+              f"{results['held_out_losses'][-1]:.4f}")
     print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")
     print(f"mr* is {ideal:.0%}; it keeps {kept_whole[round(100 * ideal)]:.2%} of the frames whole; see {figures}")

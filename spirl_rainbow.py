@@ -67,7 +67,7 @@ class Args:
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
-    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; 0.21 reaches Eq. (3)'s 94 %
+    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; with 0.21 it reaches 96 %
     mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slow on a CPU without them
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
@@ -529,7 +529,7 @@ def look_at_patches(mae, error_map, max_patches, lorenz_slope, frames):
 
 def count_salient_patches(mae, frames, lorenz_slope):
     """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. Of 10,000 frames and more only
-    each (n // 5000)th is counted, which is much faster; mr* of all of them may be one step of 5 % away."""
+    each (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
     cache, batches = ErrorMapCache(mae), torch.from_numpy(frames).split(64)
     return torch.cat([select_salient_patches(cache(batch), mae.num_patches, lorenz_slope)[1]

@@ -1,6 +1,8 @@
 """The auto-encoders of tests/weights/: each is of its game, its K are those of frames that it was trained on, and the
 README gives them. (That each one's fast error map is the plain one, test_errors_and_selection.py shows.)"""
 
+import json
+
 import pytest
 import torch
 from conftest import ROOT
@@ -12,7 +14,7 @@ import spirl_mae
 def test_shipped_weights(path, maes, random_play):
     content = torch.load(path, weights_only=True)
     args, counted = spirl_mae.Args(**content["args"]), content["salient_counts"]
-    assert content["env_id"] == args.env_id == f"ALE/{path.stem}-v5"
+    assert args.mae_mask_spread == 0.21 and content["env_id"] == args.env_id == f"ALE/{path.stem}-v5"
     assert all(value.dtype == torch.float32 for value in content["model"].values())
     assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 5000
     mae, every = maes[args.env_id], args.mae_frames // 5000
@@ -23,12 +25,17 @@ def test_shipped_weights(path, maes, random_play):
     assert errors.mean() < 0.2  # 1 is a MAE that knows only each patch's mean
 
 
-def test_the_readme_gives_their_K():
-    medians, ideal = [], []
-    for game in spirl_mae.PAPER_IDEAL_RATIO:
-        counts = torch.load(ROOT / f"tests/weights/{game[4:-3]}.pt", weights_only=True)["salient_counts"]["counts"]
-        medians.append(round(100 * counts.double().median().item() / 144))
-        ideal.append(round(100 * spirl_mae.ideal_max_ratio(counts, 144)))
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    for numbers in (medians, ideal):
-        assert "{}, {}, {} and {} %".format(*numbers) in readme
+def test_the_readmes_table_is_that_of_the_measured_ones():
+    def after(size, masks):  # median K (what keeps all 200 frames whole), of each seed
+        paths = sorted((ROOT / "tests/results/mask_spread").glob(f"{game}__{masks}__{size}__*__amp.json"))
+        ends = [json.loads(path.read_text())[-1] for path in paths]
+        return ", ".join(f"{end['K'][1]:.0f} ({100 * end['mr*']:.0f})" for end in ends)
+
+    readme = (ROOT / "README.md").read_text()
+    for env_id, paper in spirl_mae.PAPER_IDEAL_RATIO.items():
+        game = env_id[4:-3]
+        counts = torch.load(ROOT / f"tests/weights/{game}.pt", weights_only=True)["salient_counts"]["counts"]
+        shipped = f"{counts.double().median() / 1.44:.0f} ({100 * spirl_mae.ideal_max_ratio(counts, 144):.0f})"
+        sizes = ("5000x10", "5000x50" if game == "Frostbite" else "50000x8")
+        measured = " | ".join(f"{after(size, 'fixed')} → {after(size, 'spread0.21')}" for size in sizes)
+        assert f"| {game} | {measured} | {100 * paper:.0f} | {shipped} |\n" in readme
