@@ -49,7 +49,7 @@ def add(run_dir):
     script = "spirl_rainbow" if method == "spirl" else "spirl_baselines"
     defaults = dataclasses.asdict(importlib.import_module(script).Args())
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in results["args"].items()
-             if value != defaults[name]]
+             if value != defaults[name] and name != "resume"]
     cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     del results["evaluations"]  # `scores` is the only one's
     results |= {
