@@ -5,27 +5,35 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tests/results"))
 import table  # noqa: E402
 
-import spirl_baselines  # noqa: E402
-import spirl_rainbow  # noqa: E402
+FILES = sorted(table.FOLDER.glob("*.json"))
 
 
-def test_the_readme_has_the_table():
-    assert table.table(table.read()) in (ROOT / "README.md").read_text()
+def test_the_readme_has_the_table_of_all_files():
+    runs = table.read()
+    assert sum(map(len, runs.values())) == len(FILES)
+    assert f"\n\n{table.markdown(runs)}\n\n" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests/results/100k").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_result_is_of_the_papers_setting(path):
     results = json.loads(path.read_text())
-    defaults = vars((spirl_rainbow if results["method"] == "spirl" else spirl_baselines).Args())
-    ours = {name for name, value in results["args"].items() if value != defaults[name]}
-    assert ours <= {"env_id", "seed", "threads", "device", "run_name", "method", "mae_checkpoint", "resume",
-                    "compile"}, ours
-    assert len(results["scores"]) == 50 and results["mean"] == pytest.approx(np.mean(results["scores"]))
-    assert len(results["commit"]) == 40 and results["command"].startswith("python spirl_") and results["machine"]
-    game, method, seed = path.stem.split("__")
+    (game, method, seed), args = path.stem.split("__"), results["args"]
     assert (results["env_id"], results["method"], results["seed"]) == (f"ALE/{game}-v5", method, int(seed))
+    assert (args["env_id"], args.get("method", "spirl"), args["seed"]) == (f"ALE/{game}-v5", method, int(seed))
+    defaults = vars(table.SCRIPTS[method].Args())
+    changed = {name for name, value in args.items() if value != defaults[name]}
+    assert changed <= {"env_id", "seed", "method", "mae_checkpoint", "device", "threads", "run_name", "resume"}
+    if method != "de-rainbow":
+        weights = f"tests/weights/{game}.pt"
+        assert args["mae_checkpoint"] == weights
+        assert results["mae_args"] == torch.load(ROOT / weights, weights_only=True)["args"]
+    assert (results["steps"], results["updates"]) == (100_000, 98_400)
+    assert len(results["scores"]) == 50 and results["mean"] == pytest.approx(np.mean(results["scores"]))
+    assert len(results["commit"]) == 40 and results["command"].startswith("python spirl_")
+    assert results["machine"] and results["training_seconds"] > 0

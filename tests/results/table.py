@@ -1,14 +1,11 @@
-"""Our scores beside the paper's: the README's table, and a picture of the learning curves, from the finished runs here.
+"""Our scores beside the paper's, from the finished runs in tests/results/100k: the README's table and a picture.
 
     python tests/results/table.py                     # print the table, draw .github/learning_curves.png
-    python tests/results/table.py --add runs/NAME     # first add a finished run: its results.json, commit and machine
+    python tests/results/table.py --add runs/NAME     # first add a finished run, on the machine that made it
 """
 
-import dataclasses
-import importlib
 import json
 import os
-import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,17 +18,17 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import spirl_baselines  # noqa: E402
+import spirl_rainbow  # noqa: E402
+
 FOLDER = ROOT / "tests/results/100k"
-METHODS = {"spirl": "SPIRL", "de-rainbow": "DE-Rainbow", "de-rainbow-p": "DE-Rainbow-P", "mae-all": "MAE-All"}
+SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "mae-all": spirl_baselines}
+METHODS = {"spirl": "SPIRL", "de-rainbow": "DE-Rainbow", "mae-all": "MAE-All"}
 PAPER = {  # Tables 1 and 2: mean, standard deviation
-    "Frostbite": {"spirl": (669.5, 731.7), "de-rainbow": (341.4, 277.8), "de-rainbow-p": (483.7, 710.7),
-                  "mae-all": (405.7, 382.3)},
-    "MsPacman": {"spirl": (904.1, 286.4), "de-rainbow": (1015.2, 124.3), "de-rainbow-p": (985.4, 129.6),
-                 "mae-all": (760.3, 210.0)},
-    "Seaquest": {"spirl": (557.9, 148.1), "de-rainbow": (395.6, 124.4), "de-rainbow-p": (462.5, 187.8),
-                 "mae-all": (538.4, 79.8)},
-    "BattleZone": {"spirl": (11980.0, 3826.7), "de-rainbow": (10602.2, 2299.6), "de-rainbow-p": (13992.0, 4713.5),
-                   "mae-all": (10628.0, 3176.9)},
+    "Frostbite": {"spirl": (669.5, 731.7), "de-rainbow": (341.4, 277.8), "mae-all": (405.7, 382.3)},
+    "MsPacman": {"spirl": (904.1, 286.4), "de-rainbow": (1015.2, 124.3), "mae-all": (760.3, 210.0)},
+    "Seaquest": {"spirl": (557.9, 148.1), "de-rainbow": (395.6, 124.4), "mae-all": (538.4, 79.8)},
+    "BattleZone": {"spirl": (11980.0, 3826.7), "de-rainbow": (10602.2, 2299.6), "mae-all": (10628.0, 3176.9)},
 }
 
 
@@ -46,19 +43,18 @@ def add(run_dir):
     """Write the run's results.json to FOLDER, with its commit, its command, its machine and its MAE's arguments."""
     results = json.loads((run_dir / "results.json").read_text())
     game, method = results["env_id"][4:].split("-")[0], results["method"]
-    script = "spirl_rainbow" if method == "spirl" else "spirl_baselines"
-    defaults = dataclasses.asdict(importlib.import_module(script).Args())
+    defaults = vars(SCRIPTS[method].Args())
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in results["args"].items()
              if value != defaults[name] and name != "resume"]
     cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    del results["evaluations"]  # `scores` is the only one's
-    results |= {
-        "commit": subprocess.check_output(["git", "-C", run_dir, "rev-parse", "HEAD"], text=True).strip(),
-        "command": " ".join(["python", f"{script}.py", *flags]),
-        "machine": f"{cpu.split(': ')[1]}, {os.cpu_count()} cores, {platform.system()}"}
-    if (run_dir / "mae.pt").exists():
+    del results["evaluations"]  # a 100K run has one, and `scores` are its
+    results |= {  # a commit with "-dirty" is not the one that made the run
+        "commit": subprocess.check_output("git describe --always --dirty --abbrev=40 --exclude *".split(),
+                                          cwd=run_dir, text=True).strip(),
+        "command": " ".join(["python", f"{SCRIPTS[method].__name__}.py", *flags]),
+        "machine": f"{cpu.split(': ')[1]}, {os.cpu_count()} cores"}
+    if method != "de-rainbow":
         results["mae_args"] = torch.load(run_dir / "mae.pt", weights_only=True)["args"]
-    FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{game}__{method}__{results['seed']}.json").write_text(json.dumps(results))
 
 
@@ -69,9 +65,9 @@ def read():
     return {key: seeds for key, seeds in runs.items() if seeds}
 
 
-def table(runs):
-    """The README's table, in Markdown: a deviation is the one of the seeds' means."""
-    rows = ["| game | method | seeds | ours | the paper's |", "|---|---|---|---|---|"]
+def markdown(runs):
+    """The README's table: a row a game and method, our mean and standard deviation over the seeds' means."""
+    rows = ["| game | method | seeds | ours | the paper's (5 seeds, DE-Rainbow 10) |", "|---|---|---|---|---|"]
     for (game, method), seeds in runs.items():
         means = [results["mean"] for results in seeds]
         deviation = f" ({np.std(means, ddof=1):.1f})" if len(seeds) > 1 else ""
@@ -80,29 +76,30 @@ def table(runs):
     return "\n".join(rows)
 
 
-def draw(runs, path, window=5000):
-    """One panel a game: the mean training score of the games that ended in the last `window` steps, mean over the
-    seeds and their range; crosses are our final scores, dashed lines the paper's."""
+def draw(runs, path):
+    """One panel a game: the mean score of the last ten training games, its mean and range over the seeds; at the end
+    crosses for our final scores and diamonds for the paper's."""
     games = list(dict.fromkeys(game for game, _ in runs))
     figure = Figure(figsize=(max(7, 3.5 * len(games)), 4), layout="constrained")
     axes = figure.subplots(1, len(games), squeeze=False)[0]
-    colors = dict(zip(METHODS, ("#D55E00", "#0072B2", "#009E73", "#CC79A7")))
+    colors = dict(zip(METHODS, ("#D55E00", "#0072B2", "#009E73")))
+    steps = np.arange(5_000, 100_001, 1000)
     for (game, method), seeds in runs.items():
-        axis, color = axes[games.index(game)], colors[method]
-        steps, curves = np.arange(window, seeds[0]["steps"] + 1, 1000), []
+        axis, color, curves = axes[games.index(game)], colors[method], []
         for results in seeds:
             ends, scores = np.array(results["training_scores"]).T
-            curves.append([scores[(ends > step - window) & (ends <= step)].mean() for step in steps])
+            finished = np.searchsorted(ends, steps, side="right")  # games that had ended at each step
+            curves.append([scores[max(0, n - 10) : n].mean() for n in finished])
         axis.plot(steps, np.mean(curves, 0), color=color, label=METHODS[method])
         axis.fill_between(steps, np.min(curves, 0), np.max(curves, 0), color=color, alpha=0.15)
-        axis.plot(seeds[0]["steps"], np.mean([results["mean"] for results in seeds]), "x", color=color)
-        axis.axhline(PAPER[game][method][0], color=color, linestyle="--", linewidth=1)
-        axis.set(title=game, xlabel="steps")
-    axes[0].set_ylabel("score of a training game")
-    axes[0].plot([], [], "kx", label="final weights, 50 games")
-    axes[0].plot([], [], "k--", linewidth=1, label="the paper's final score")
+        axis.plot(steps[-1], np.mean([results["mean"] for results in seeds]), "x", color=color)
+        axis.plot(steps[-1], PAPER[game][method][0], "D", color=color, fillstyle="none")
+        axis.set(title=game, xlabel="steps", xlim=(0, 104_000), xticks=(0, 50_000, 100_000))
+    axes[0].set_ylabel("mean score of the last ten training games")
+    axes[-1].plot([], [], "kx", label="ours: final weights, 50 games")
+    axes[-1].plot([], [], "kD", fillstyle="none", label="the paper's")
     lines = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
     figure.savefig(path, dpi=80)
 
 
@@ -111,5 +108,5 @@ if __name__ == "__main__":
     if args.add:
         add(args.add)
     runs = read()
-    print(table(runs))
+    print(markdown(runs))
     draw(runs, ROOT / ".github/learning_curves.png")
