@@ -71,7 +71,7 @@ class Args:
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
-    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; with 0.21 it reaches 96 %
+    mae_mask_spread: float = 0.0  # ours: a batch hides mae_mask_ratio +- a random share up to this (0.21: 54 to 96 %)
     mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slow on a CPU without them
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
@@ -138,7 +138,7 @@ def check_each(args):
     for name, value in vars(args).items():
         if type(value) in (int, float):
             low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in up_to_1 else 2**31
-            if not (low < value <= high or value == 0 and name in from_0):  # so written, it refuses nan, too
+            if not (low < value <= high or value == 0 and name in from_0):  # written so that nan is refused
                 above = f"from {low}" if name in from_0 else f"above {low}"
                 fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
     games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
@@ -220,8 +220,8 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose, int64 (num,) below 2**31, as `AtariVectorEnv.reset` takes them. (With
-    consecutive integers, runs with adjacent seeds would share all but one of their evaluation games.)"""
+    """`num` independent seeds for a purpose, int64 (num,) below 2**31, as `AtariVectorEnv.reset` takes them. A
+    game's seed only sets the 0 to 29 no-ops before it: fifty games begin in about 25 different ways."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -237,8 +237,8 @@ def sincos_positions(dim, side):
 
 
 class Block(nn.Module):
-    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). No token
-    is looked at where `mask` (B, 1, 1, T) is False. With `row` (B,) only that token's z is computed: (B, 1, D)."""
+    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). Tokens where
+    `mask` (B, 1, 1, T) is False are not attended to. With `row` (B,) only that token's z is computed: (B, 1, D)."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -251,7 +251,7 @@ class Block(nn.Module):
     def forward(self, x, mask=None, row=None):
         qkv = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
-        if row is not None:  # only this token asks
+        if row is not None:  # only its query is needed
             batch = torch.arange(len(x), device=x.device)
             x, q = x[batch, row][:, None], q[batch, :, row][:, :, None]  # (B, 1, D), (B, H, 1, d)
         with torch.autocast(x.device.type, enabled=False):  # under --mae-amp this stays float32: on a CPU it is faster
@@ -297,7 +297,7 @@ class MaskedAutoencoder(nn.Module):
 
     def encode(self, patches, ids, present=None):
         """Encoder outputs (B, 1+K, D), [cls] first, for flat patches (B, K, p*p*3) in [0, 1] at the places ids (B, K).
-        Patches where `present` (B, K) is False look at the others, but nobody looks at them."""
+        Patches where `present` (B, K) is False attend to the others, but are not attended to."""
         proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each flat patch
         x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias) + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
@@ -417,7 +417,7 @@ def encode_patches(mae, frames, patch_ids, count):
 
 
 def look_at_pixels(device, frames):
-    """What DE-Rainbow sees of an array of uint8 frames (B, 84, 84): they themselves, on the device, and counts of 1."""
+    """What DE-Rainbow sees of an array of uint8 frames (B, 84, 84): the same, on the device, and counts (B,) of 1."""
     return torch.from_numpy(frames).to(device), torch.ones(len(frames), dtype=torch.int64, device=device)
 
 
@@ -587,7 +587,7 @@ class SalientPatchTransformer(nn.Module):
             x = x + self.pad * ~present[..., None]
         x = self.project(x).flatten(0, 1)  # (B*F, L, dim)
         x = self.norm1(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))
-        asking = x[:, :1] if self.pooling == "cls" else x[:, 1:]  # rows that are not read need not ask
+        asking = x[:, :1] if self.pooling == "cls" else x[:, 1:]  # queries only for the rows that are read
         q, k, v = (y.unflatten(2, (self.heads, -1)).transpose(1, 2)
                    for y in (self.query(asking), self.key(x), self.value(x)))
         mask = F.pad(present.flatten(0, 1), (1, 0), value=True)[:, None, None] if self.padding == "mask" else None
@@ -680,13 +680,13 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
 def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (E,), each in its own of `envs`, without noise: (raw scores, moments).
 
-    `look(frames)` turns an array of uint8 frames (B, H, W, 3) into what the network reads of each, (B, *) and counts
-    (B,), and whatever a figure needs. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
+    `look(frames)` turns an array of B uint8 frames into what the network reads of each, (B, *) and counts (B,), and
+    whatever a figure needs. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
     life does not blank the stack. Moments, of the first game's first 1,000 steps: frame, state, the rest of `look`."""
     network.eval()
     observation = np.concatenate([env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)])
-    scores, playing, moments, steps, played = np.zeros(len(seeds)), np.arange(len(seeds)), [], 0, 0
-    progress, began = tqdm(total=len(seeds), desc="evaluating", unit="game"), time.perf_counter()
+    scores, playing, moments, steps = np.zeros(len(seeds)), np.arange(len(seeds)), [], 0
+    progress = tqdm(total=len(seeds), desc="evaluating", unit="game")
     while len(playing):
         seen, count, *more = look(observation[playing, 0])
         if steps == 0:  # before the game there is nothing to see: count 0
@@ -706,9 +706,8 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
             observation[i : i + 1], reward, terminated, truncated, info = envs[i].recv()
             scores[i] += reward[0]
             over[n] = truncated[0] or terminated[0] and info["lives"][0] == 0
-        steps, played = steps + 1, played + len(playing)
-        speed = f"{4 * played / (time.perf_counter() - began):.0f} frames/s, longest game {4 * steps} frames"
-        progress.set_postfix_str(speed, refresh=steps % 50 == 0)
+        steps += 1
+        progress.set_postfix(step=steps, refresh=steps % 50 == 0)
         progress.update(int(over.sum()))
         playing = playing[~over]
     progress.close()
@@ -749,7 +748,7 @@ def draw_policy_attention(moments, side, path):
         axis.imshow(mark_patches(*moments[step], side))
         axis.set_title(f"step {step}: {len(moments[step][2])} of {len(moments[step][1])} patches", fontsize=12)
         axis.axis("off")
-    figure.suptitle("Red: the patches that the agent sees. Yellow: those with 60 % of its attention", fontsize=14)
+    figure.suptitle("Red: patches that the agent sees. Yellow: those with 60 % of its attention to them", fontsize=14)
     write_whole(path, partial(figure.savefig, dpi=110))
 
 
@@ -811,8 +810,8 @@ def keep_freed_memory():
     """Have glibc keep up to 1 GiB of freed memory for the next step, or each step waits until the system gives it."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are apart from the heap
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that the heap may have free
+        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: so many free bytes the heap may keep
 
 
 # -------------------------------------------------------------------------------------------------------------- 8. Main

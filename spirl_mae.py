@@ -61,7 +61,7 @@ class Args:
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
-    mae_mask_spread: float = 0.0  # ours: a batch's share is mae_mask_ratio +- up to this; with 0.21 it reaches 96 %
+    mae_mask_spread: float = 0.0  # ours: a batch hides mae_mask_ratio +- a random share up to this (0.21: 54 to 96 %)
     mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slow on a CPU without them
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
@@ -109,7 +109,7 @@ def check_each(args):
     for name, value in vars(args).items():
         if type(value) in (int, float):
             low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in up_to_1 else 2**31
-            if not (low < value <= high or value == 0 and name in from_0):  # so written, it refuses nan, too
+            if not (low < value <= high or value == 0 and name in from_0):  # written so that nan is refused
                 above = f"from {low}" if name in from_0 else f"above {low}"
                 fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
     games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
@@ -179,8 +179,8 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose, int64 (num,) below 2**31, as `AtariVectorEnv.reset` takes them. (With
-    consecutive integers, runs with adjacent seeds would share all but one of their evaluation games.)"""
+    """`num` independent seeds for a purpose, int64 (num,) below 2**31, as `AtariVectorEnv.reset` takes them. A
+    game's seed only sets the 0 to 29 no-ops before it: fifty games begin in about 25 different ways."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -196,8 +196,8 @@ def sincos_positions(dim, side):
 
 
 class Block(nn.Module):
-    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). No token
-    is looked at where `mask` (B, 1, 1, T) is False. With `row` (B,) only that token's z is computed: (B, 1, D)."""
+    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). Tokens where
+    `mask` (B, 1, 1, T) is False are not attended to. With `row` (B,) only that token's z is computed: (B, 1, D)."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -210,7 +210,7 @@ class Block(nn.Module):
     def forward(self, x, mask=None, row=None):
         qkv = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
-        if row is not None:  # only this token asks
+        if row is not None:  # only its query is needed
             batch = torch.arange(len(x), device=x.device)
             x, q = x[batch, row][:, None], q[batch, :, row][:, :, None]  # (B, 1, D), (B, H, 1, d)
         with torch.autocast(x.device.type, enabled=False):  # under --mae-amp this stays float32: on a CPU it is faster
@@ -256,7 +256,7 @@ class MaskedAutoencoder(nn.Module):
 
     def encode(self, patches, ids, present=None):
         """Encoder outputs (B, 1+K, D), [cls] first, for flat patches (B, K, p*p*3) in [0, 1] at the places ids (B, K).
-        Patches where `present` (B, K) is False look at the others, but nobody looks at them."""
+        Patches where `present` (B, K) is False attend to the others, but are not attended to."""
         proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each flat patch
         x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias) + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
@@ -414,8 +414,8 @@ class ErrorMapCache:
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
         self.known = ChainMap(self.errors, known or {})
         around, device = surrounding_patches(mae.side), mae.pos_embed.device
-        # A patch on the edge has fewer than 8: its first one is repeated, and the copies are looked at by nobody. They
-        # come out of the encoder as the first one does, so writing all of them to its place does no harm.
+        # A patch on the edge has fewer than 8: its first one is repeated, and the copies are not attended to. They come
+        # out of the encoder as the first one does, so that all of them can be written to its place.
         self.around = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in around], device=device)  # (N, 8)
         self.present = torch.tensor([[k < len(ids) for k in range(8)] for ids in around], device=device)
 
@@ -445,22 +445,12 @@ class ErrorMapCache:
         return [int.from_bytes(digest.digest(), signed=True) for digest in digests]
 
     def compute(self, patches, at):
-        """Eq. (3) and its error for M of the flat patches (B, N, p*p*3), those `at` (M,) frame * N + place: (M,)."""
+        """Errors (M,), by Eq. (3), of M of the flat patches (B, N, p*p*3): numbers `at` (M,) = frame * N + place."""
         frame, place = at // self.mae.num_patches, at % self.mae.num_patches
         ids = self.around[place]  # (M, 8)
         latent = self.mae.encode(patches[frame[:, None], ids].float() / 255, ids, self.present[place])
         rebuilt = self.mae.decode(latent, ids, place)  # (M, p*p*3)
         return (rebuilt - normalize_patches(patches[frame, place].float() / 255)).square().mean(1)
-
-    def state_dict(self):
-        """The table and its counter, for a checkpoint."""
-        return {"hashes": torch.tensor(list(self.errors), dtype=torch.int64),
-                "errors": torch.tensor(list(self.errors.values())), "misses": self.misses}
-
-    def load_state_dict(self, state):
-        """Put back what state_dict returned."""
-        self.errors.update(zip(state["hashes"].tolist(), state["errors"].tolist(), strict=True))
-        self.misses = state["misses"]
 
 
 def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
@@ -713,8 +703,8 @@ def keep_freed_memory():
     """Have glibc keep up to 1 GiB of freed memory for the next step, or each step waits until the system gives it."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are apart from the heap
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes that the heap may have free
+        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: so many free bytes the heap may keep
 
 
 # -------------------------------------------------------------------------------------------------------------- 7. Main

@@ -116,16 +116,6 @@ def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps
     assert len(new) > 0 and list(cache.errors) == (before + new)[-200:]
 
 
-def test_the_table_can_be_saved(trained_mae, plain_maps, tmp_path):
-    frames, _ = plain_maps["ALE/Frostbite-v5"]
-    one, other = spirl.ErrorMapCache(trained_mae), spirl.ErrorMapCache(trained_mae)
-    errors = one(frames[:3])
-    torch.save(one.state_dict(), tmp_path / "table.pt")
-    other.load_state_dict(torch.load(tmp_path / "table.pt", weights_only=True))
-    assert list(other.errors.items()) == list(one.errors.items()) and other.misses == one.misses > 0
-    assert torch.equal(other(frames[:3]), errors) and other.misses == one.misses
-
-
 def test_errors_of_another_cache_are_read_and_not_written_to(trained_mae, plain_maps):
     frames, plain = plain_maps["ALE/Frostbite-v5"]
     training = spirl.ErrorMapCache(trained_mae)
