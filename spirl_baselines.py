@@ -10,7 +10,7 @@ many random steps as SPIRL's pre-training takes. MAE-All sees the embeddings of 
     python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
 
 Shape letters: B batch, F frames stacked, L patches of a frame, P patches a side, N = P**2, p pixels a patch's side,
-D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E games, K patches that the encoder
+D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, G games, K patches that the encoder
 sees. (In code F is torch.nn.functional; a frame is H by W pixels.)
 """
 
@@ -220,8 +220,8 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose, int64 (num,) below 2**31, as `AtariVectorEnv.reset` takes them. A
-    game's seed only sets the 0 to 29 no-ops before it: fifty games begin in about 25 different ways."""
+    """`num` independent seeds for a purpose, int64 (num,) below 2**31: for `AtariVectorEnv.reset` or a torch.Generator.
+    In a game they set only the 0 to 29 no-ops before it, so fifty games begin in about 25 different ways."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -309,7 +309,7 @@ class MaskedAutoencoder(nn.Module):
     def decode(self, latent, ids, wanted=None):
         """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K). With
         `wanted` (B,) only that patch of each, (B, p*p*3): the last layer then computes no other."""
-        x = self.decoder_embed(latent)  # (B, 1+K, D)
+        x = self.decoder_embed(latent)  # (B, 1+K, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
@@ -409,7 +409,7 @@ def pretrain_mae(args, mae, frames, held_out, device, folder):
 @torch.no_grad()
 def encode_patches(mae, frames, patch_ids, count):
     """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
-    The encoder sees [cls] and these patches only. Its outputs lose [cls] and get their patch's position once more."""
+    The encoder sees only [cls] and these. Its outputs lose [cls] and get their positions once more (Table 13)."""
     present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
     patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1).float() / 255  # (B, L, p*p*3)
     embeddings = mae.encode(patches, patch_ids, present)[:, 1:] + mae.pos_embed[0, 1:][patch_ids]
@@ -635,11 +635,11 @@ class RainbowNetwork(nn.Module):
 
 
 def project_distribution(probabilities, returns, discounts, support):
-    """Phi T Z (Bellemare et al. 2017, Eq. 7): returns + discounts * Z put back on the support, (B, Z), where Z has
-    probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts are (B,). Each shifted atom shares its
-    mass between its two neighbours in proportion to closeness: a triangular kernel, so no index is rounded."""
+    """The projected Bellman update (Bellemare et al. 2017, Eq. 7): the distribution (B, Z) of returns + discounts * X,
+    put back on the support, where X has probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts
+    are (B,). Each shifted atom shares its mass between its two neighbours by closeness: a triangular kernel."""
     spacing = support[1] - support[0]
-    shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z): T z_j
+    shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z)
     kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)  # (B, Z, Z): i takes from j
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
@@ -678,7 +678,7 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
 # -------------------------------------------------------------------------------------------------------- 6. Evaluation
 @torch.no_grad()
 def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
-    """Play one whole game for each of seeds (E,), each in its own of `envs`, without noise: (raw scores, moments).
+    """Play one whole game for each of seeds (G,), each in its own of `envs`, without noise: (raw scores, moments).
 
     `look(frames)` turns an array of B uint8 frames into what the network reads of each, (B, *) and counts (B,), and
     whatever a figure needs. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
@@ -690,7 +690,7 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
     while len(playing):
         seen, count, *more = look(observation[playing, 0])
         if steps == 0:  # before the game there is nothing to see: count 0
-            stacks = seen.new_zeros(len(seeds), frame_stack, *seen.shape[1:])  # (E, F, *)
+            stacks = seen.new_zeros(len(seeds), frame_stack, *seen.shape[1:])  # (G, F, *)
             counts = count.new_zeros(len(seeds), frame_stack)
         stacks[playing] = torch.cat([stacks[playing, 1:], seen[:, None]], 1)
         counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
@@ -718,10 +718,10 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
     """Fig. 6, of the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
-    the fewest that have 60 % of the attention of [cls] (under mean pooling: of the patches) to them, over all heads."""
+    the fewest with 60 % of the attention of [cls] (in mean pooling, of the patches) to them, averaged over heads."""
     q, k, _, _ = trunk.attend(*state)
     selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
-    if trunk.padding == "mask":  # patches that are not there neither ask nor are looked at
+    if trunk.padding == "mask":  # padded rows neither query nor are attended to
         q, k = q[:, :, : len(selected)], k[:, :, : 1 + len(selected)]
     weights = (q[-1] @ k[-1].transpose(1, 2) / q.shape[3] ** 0.5).softmax(2)  # (H, T', 1+L) of the newest frame
     attention = weights.mean((0, 1))[1 : 1 + len(selected)]  # (K,)
@@ -811,7 +811,7 @@ def keep_freed_memory():
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: so many free bytes the heap may keep
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: the heap may keep this many free bytes
 
 
 # -------------------------------------------------------------------------------------------------------------- 8. Main

@@ -179,8 +179,8 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose, int64 (num,) below 2**31, as `AtariVectorEnv.reset` takes them. A
-    game's seed only sets the 0 to 29 no-ops before it: fifty games begin in about 25 different ways."""
+    """`num` independent seeds for a purpose, int64 (num,) below 2**31: for `AtariVectorEnv.reset` or a torch.Generator.
+    In a game they set only the 0 to 29 no-ops before it, so fifty games begin in about 25 different ways."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -268,7 +268,7 @@ class MaskedAutoencoder(nn.Module):
     def decode(self, latent, ids, wanted=None):
         """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K). With
         `wanted` (B,) only that patch of each, (B, p*p*3): the last layer then computes no other."""
-        x = self.decoder_embed(latent)  # (B, 1+K, D)
+        x = self.decoder_embed(latent)  # (B, 1+K, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
@@ -414,8 +414,8 @@ class ErrorMapCache:
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
         self.known = ChainMap(self.errors, known or {})
         around, device = surrounding_patches(mae.side), mae.pos_embed.device
-        # A patch on the edge has fewer than 8: its first one is repeated, and the copies are not attended to. They come
-        # out of the encoder as the first one does, so that all of them can be written to its place.
+        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
+        # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
         self.around = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in around], device=device)  # (N, 8)
         self.present = torch.tensor([[k < len(ids) for k in range(8)] for ids in around], device=device)
 
@@ -445,7 +445,7 @@ class ErrorMapCache:
         return [int.from_bytes(digest.digest(), signed=True) for digest in digests]
 
     def compute(self, patches, at):
-        """Errors (M,), by Eq. (3), of M of the flat patches (B, N, p*p*3): numbers `at` (M,) = frame * N + place."""
+        """Errors (M,) by Eq. (3) of those flat patches (B, N, p*p*3) that `at` (M,) numbers: frame * N + place."""
         frame, place = at // self.mae.num_patches, at % self.mae.num_patches
         ids = self.around[place]  # (M, 8)
         latent = self.mae.encode(patches[frame[:, None], ids].float() / 255, ids, self.present[place])
@@ -459,7 +459,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
     `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
       1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
-         x = n/N is the Lorenz curve. It is convex, with the salient patches at its steep right end.
+         x = n/N is the Lorenz curve. It is convex (the paper says concave), the salient patches at its steep right end.
       2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
@@ -704,7 +704,7 @@ def keep_freed_memory():
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: so many free bytes the heap may keep
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: the heap may keep this many free bytes
 
 
 # -------------------------------------------------------------------------------------------------------------- 7. Main

@@ -9,7 +9,7 @@ Data-Efficient Rainbow decides what to do (Fig. 5).
     python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt  # another game
 
 Shape letters: B batch, F frames stacked, L patches kept a frame (padded to this many), P patches a side, N = P**2,
-p pixels a patch's side, D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, E games,
+p pixels a patch's side, D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, G games,
 K patches selected or seen by the encoder, M neighbourhoods. (In code F is torch.nn.functional; a frame is H by W.)
 """
 
@@ -218,8 +218,8 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose, int64 (num,) below 2**31, as `AtariVectorEnv.reset` takes them. A
-    game's seed only sets the 0 to 29 no-ops before it: fifty games begin in about 25 different ways."""
+    """`num` independent seeds for a purpose, int64 (num,) below 2**31: for `AtariVectorEnv.reset` or a torch.Generator.
+    In a game they set only the 0 to 29 no-ops before it, so fifty games begin in about 25 different ways."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -307,7 +307,7 @@ class MaskedAutoencoder(nn.Module):
     def decode(self, latent, ids, wanted=None):
         """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K). With
         `wanted` (B,) only that patch of each, (B, p*p*3): the last layer then computes no other."""
-        x = self.decoder_embed(latent)  # (B, 1+K, D)
+        x = self.decoder_embed(latent)  # (B, 1+K, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
@@ -430,8 +430,8 @@ class ErrorMapCache:
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
         self.known = ChainMap(self.errors, known or {})
         around, device = surrounding_patches(mae.side), mae.pos_embed.device
-        # A patch on the edge has fewer than 8: its first one is repeated, and the copies are not attended to. They come
-        # out of the encoder as the first one does, so that all of them can be written to its place.
+        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
+        # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
         self.around = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in around], device=device)  # (N, 8)
         self.present = torch.tensor([[k < len(ids) for k in range(8)] for ids in around], device=device)
 
@@ -461,7 +461,7 @@ class ErrorMapCache:
         return [int.from_bytes(digest.digest(), signed=True) for digest in digests]
 
     def compute(self, patches, at):
-        """Errors (M,), by Eq. (3), of M of the flat patches (B, N, p*p*3): numbers `at` (M,) = frame * N + place."""
+        """Errors (M,) by Eq. (3) of those flat patches (B, N, p*p*3) that `at` (M,) numbers: frame * N + place."""
         frame, place = at // self.mae.num_patches, at % self.mae.num_patches
         ids = self.around[place]  # (M, 8)
         latent = self.mae.encode(patches[frame[:, None], ids].float() / 255, ids, self.present[place])
@@ -475,7 +475,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
     `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
       1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
-         x = n/N is the Lorenz curve. It is convex, with the salient patches at its steep right end.
+         x = n/N is the Lorenz curve. It is convex (the paper says concave), the salient patches at its steep right end.
       2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
@@ -502,7 +502,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 @torch.no_grad()
 def encode_patches(mae, frames, patch_ids, count):
     """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
-    The encoder sees [cls] and these patches only. Its outputs lose [cls] and get their patch's position once more."""
+    The encoder sees only [cls] and these. Its outputs lose [cls] and get their positions once more (Table 13)."""
     present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
     patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1).float() / 255  # (B, L, p*p*3)
     embeddings = mae.encode(patches, patch_ids, present)[:, 1:] + mae.pos_embed[0, 1:][patch_ids]
@@ -735,11 +735,11 @@ class RainbowNetwork(nn.Module):
 
 
 def project_distribution(probabilities, returns, discounts, support):
-    """Phi T Z (Bellemare et al. 2017, Eq. 7): returns + discounts * Z put back on the support, (B, Z), where Z has
-    probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts are (B,). Each shifted atom shares its
-    mass between its two neighbours in proportion to closeness: a triangular kernel, so no index is rounded."""
+    """The projected Bellman update (Bellemare et al. 2017, Eq. 7): the distribution (B, Z) of returns + discounts * X,
+    put back on the support, where X has probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts
+    are (B,). Each shifted atom shares its mass between its two neighbours by closeness: a triangular kernel."""
     spacing = support[1] - support[0]
-    shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z): T z_j
+    shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z)
     kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)  # (B, Z, Z): i takes from j
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
@@ -778,7 +778,7 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
 # ----------------------------------------------------------------------------------------------------- 7. Evaluation
 @torch.no_grad()
 def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
-    """Play one whole game for each of seeds (E,), each in its own of `envs`, without noise: (raw scores, moments).
+    """Play one whole game for each of seeds (G,), each in its own of `envs`, without noise: (raw scores, moments).
 
     `look(frames)` turns an array of B uint8 frames into what the network reads of each, (B, *) and counts (B,), and
     whatever a figure needs. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
@@ -790,7 +790,7 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
     while len(playing):
         seen, count, *more = look(observation[playing, 0])
         if steps == 0:  # before the game there is nothing to see: count 0
-            stacks = seen.new_zeros(len(seeds), frame_stack, *seen.shape[1:])  # (E, F, *)
+            stacks = seen.new_zeros(len(seeds), frame_stack, *seen.shape[1:])  # (G, F, *)
             counts = count.new_zeros(len(seeds), frame_stack)
         stacks[playing] = torch.cat([stacks[playing, 1:], seen[:, None]], 1)
         counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
@@ -818,10 +818,10 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
     """Fig. 6, of the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
-    the fewest that have 60 % of the attention of [cls] (under mean pooling: of the patches) to them, over all heads."""
+    the fewest with 60 % of the attention of [cls] (in mean pooling, of the patches) to them, averaged over heads."""
     q, k, _, _ = trunk.attend(*state)
     selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
-    if trunk.padding == "mask":  # patches that are not there neither ask nor are looked at
+    if trunk.padding == "mask":  # padded rows neither query nor are attended to
         q, k = q[:, :, : len(selected)], k[:, :, : 1 + len(selected)]
     weights = (q[-1] @ k[-1].transpose(1, 2) / q.shape[3] ** 0.5).softmax(2)  # (H, T', 1+L) of the newest frame
     attention = weights.mean((0, 1))[1 : 1 + len(selected)]  # (K,)
@@ -911,7 +911,7 @@ def keep_freed_memory():
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: so many free bytes the heap may keep
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: the heap may keep this many free bytes
 
 
 # ----------------------------------------------------------------------------------------------------------- 9. Main

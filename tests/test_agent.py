@@ -134,7 +134,7 @@ def test_every_parameter_learns(padding, pooling):
     network.resample_noise()
     (network(*made_up()) ** 2).sum().backward()
     unused = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.any()]
-    # under mean pooling [cls] asks nothing, but it is looked at
+    # under mean pooling [cls] queries nothing, but it is attended to
     assert unused == []
     assert ("trunk.pad" in dict(network.named_parameters())) == (padding == "token")
 

@@ -128,7 +128,7 @@ def test_seeds_decide_the_game_and_differ_by_purpose():
     purposes = (spirl.COLLECT, spirl.PLAY, spirl.EVALUATE)
     drawn = np.concatenate([spirl.game_seeds(seed, purpose, num=50) for seed in range(1, 21) for purpose in purposes])
     assert drawn.dtype == np.int64 and drawn.min() >= 0 and drawn.max() < 2**31
-    assert len(set(drawn.tolist())) == len(drawn) == 3000  # runs with adjacent seeds share no game
+    assert len(set(drawn.tolist())) == len(drawn) == 3000  # runs with adjacent seeds share no seed
     assert (spirl.game_seeds(1, spirl.PLAY, 0) != spirl.game_seeds(1, spirl.PLAY, 1)).all()
 
 
