@@ -333,7 +333,8 @@ HELD_OUT_FRAMES = 256  # frames collected after those, never trained on, to meas
 
 
 def collect_random_frames(args, num_frames):
-    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play: whole games, all lives, one by one."""
+    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play of first lives: at each lost life a new game
+    begins, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
     env = make_envs(args, 1)
     rng = np.random.default_rng([args.seed, COLLECT])
     frames = np.empty((num_frames, args.image_size, args.image_size, 3), np.uint8)
@@ -343,8 +344,8 @@ def collect_random_frames(args, num_frames):
             observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, games))
             games += 1
         frames[i] = observation[0, 0]
-        observation, _, terminated, truncated, info = env.step(rng.integers(env.single_action_space.n, size=1))
-        over = truncated[0] or (terminated[0] and info["lives"][0] == 0)  # a mere life loss goes on
+        observation, _, terminated, truncated, _ = env.step(rng.integers(env.single_action_space.n, size=1))
+        over = terminated[0] or truncated[0]  # a lost life terminates too
     env.close()
     return frames
 
