@@ -335,7 +335,7 @@ HELD_OUT_FRAMES = 256  # frames collected after those, never trained on, to meas
 
 
 def collect_random_frames(args, num_frames):
-    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play of first lives: at each lost life a new game
+    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play of first lives: at a lost life a new game
     begins, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
     env = make_envs(args, 1)
     rng = np.random.default_rng([args.seed, COLLECT])
@@ -458,9 +458,10 @@ class Replay:
         """Store a frame of which `count` patches count; `starts`: it is the first of another life."""
         self.slot, self.life = (self.slot + 1) % self.capacity, self.life + bool(starts)
         now = slice(self.slot, self.slot + 1)  # a slice: with an index, storing a number would wait for the GPU
-        # The stacks that end in the next slots of its life hold the frame that is overwritten here.
+        # The stacks that end in the next three slots reach back into this one. Stop drawing those of the life whose
+        # frame goes, and, where one life fills the whole ring, those of the life whose new frame would pass for old.
         later = (self.slot - self.past[:-1]) % self.capacity
-        self.priorities[later] *= self.lives[later] != self.lives[now]
+        self.priorities[later] *= (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
         self.frames[now], self.counts[now], self.lives[now] = frame, count, self.life
         self.actions[now], self.rewards[now], self.ended[now], self.priorities[now] = -1, 0.0, False, 0.0
         if len(self.unknown) == self.n_step:  # the oldest of them has had its n steps and bootstraps from this frame
@@ -572,13 +573,15 @@ class SalientPatchTransformer(nn.Module):
             self.pad = nn.Parameter(torch.randn(embed_dim) * 0.02)
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
-        self.norm1 = nn.LayerNorm(dim)
-        self.query = nn.Linear(dim, dim)
-        self.key = nn.Linear(dim, dim, bias=False)  # a bias here would add the same to all scores: softmax ignores it
-        self.value = nn.Linear(dim, dim)
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.qkv = nn.Linear(dim, 3 * dim)
         self.output = nn.Linear(dim, dim)
-        self.norm2 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        for layer in self.modules():  # the paper is silent; the authors' code begins so: a row of zeros stays zero
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.zeros_(layer.bias)
 
     def attend(self, embeddings, counts):
         """q (B*F, H, T', d), k and v (B*F, H, 1+L, d), and the mask of k. T' is 1, [cls], or the L patches."""
@@ -588,9 +591,8 @@ class SalientPatchTransformer(nn.Module):
             x = x + self.pad * ~present[..., None]
         x = self.project(x).flatten(0, 1)  # (B*F, L, dim)
         x = self.norm1(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))
-        asking = x[:, :1] if self.pooling == "cls" else x[:, 1:]  # queries only for the rows that are read
-        q, k, v = (y.unflatten(2, (self.heads, -1)).transpose(1, 2)
-                   for y in (self.query(asking), self.key(x), self.value(x)))
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B*F, H, 1+L, d) each
+        q = q[:, :, :1] if self.pooling == "cls" else q[:, :, 1:]  # only the rows that are read
         mask = F.pad(present.flatten(0, 1), (1, 0), value=True)[:, None, None] if self.padding == "mask" else None
         return q, k, v, mask
 

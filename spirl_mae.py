@@ -294,7 +294,7 @@ HELD_OUT_FRAMES = 256  # frames collected after those, never trained on, to meas
 
 
 def collect_random_frames(args, num_frames):
-    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play of first lives: at each lost life a new game
+    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play of first lives: at a lost life a new game
     begins, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
     env = make_envs(args, 1)
     rng = np.random.default_rng([args.seed, COLLECT])
@@ -519,19 +519,14 @@ BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # told apart by colou
 
 @torch.no_grad()
 def decoder_pictures(mae):
-    """What the decoder paints without a single patch (Fig. 2, columns 4 to 6), three (N, p*p*3).
-
-    Its patch tokens are [mask] + positions, positions alone, or [mask] alone; [cls] is that of an empty frame.
-    """
-    nothing = torch.empty(1, 0, dtype=torch.int64, device=mae.pos_embed.device)
-    empty = mae.encode(torch.empty(1, 0, 3 * mae.patch_size**2, device=mae.pos_embed.device), nothing)  # (1, 1, D)
+    """What the decoder paints without a single patch (Fig. 2, columns 4 to 6), three (N, p*p*3): its tokens are
+    [mask] + positions, positions alone, or [mask] alone, without [cls], as in the authors' code."""
     positions = mae.decoder_pos_embed[:, 1:]  # (1, N, D)
     pictures = []
-    for tokens in (mae.mask_token + positions, positions, mae.mask_token.expand_as(positions)):
-        x = torch.cat([mae.decoder_embed(empty), tokens], 1)
+    for x in (mae.mask_token + positions, positions, mae.mask_token.expand_as(positions)):
         for block in mae.decoder_blocks:
             x = block(x)
-        pictures.append(mae.decoder_pred(mae.decoder_norm(x[:, 1:]))[0])
+        pictures.append(mae.decoder_pred(mae.decoder_norm(x))[0])
     return pictures
 
 

@@ -40,14 +40,14 @@ def oracle_trunk(trunk, frame, count, padding, pooling):
         if n < count or padding != "mask":
             rows.append(trunk.project(patch))
     X = [trunk.norm1(row) for row in rows]
+    Q, K, V = zip(*(trunk.qkv(x).split(32) for x in X))
     d, outputs, attention = 4, [], []
     for i in range(len(X)):
         heads, looked = [], [0.0] * len(X)
         for h in range(8):
             part = slice(h * d, h * d + d)
-            q = trunk.query(X[i])[part]
-            scores = [math.exp((q @ trunk.key(x)[part]).item() / math.sqrt(d)) for x in X]
-            heads.append(sum(s / sum(scores) * trunk.value(x)[part] for s, x in zip(scores, X)))
+            scores = [math.exp((Q[i][part] @ k[part]).item() / math.sqrt(d)) for k in K]
+            heads.append(sum(s / sum(scores) * v[part] for s, v in zip(scores, V)))
             looked = [total + s / sum(scores) / 8 for total, s in zip(looked, scores)]
         attention.append(looked)
         outputs.append(trunk.mlp(trunk.norm2(trunk.output(torch.cat(heads)))))
@@ -67,6 +67,36 @@ def test_the_trunk_against_loops(padding, pooling):
         for b in range(3):
             stack = [oracle_trunk(trunk, embeddings[b, f], counts[b, f], padding, pooling)[0] for f in range(4)]
             torch.testing.assert_close(got[b], torch.cat(stack), rtol=1e-4, atol=1e-5)
+
+
+def test_the_trunk_begins_as_the_authors_does():
+    """Xavier-uniform weights, zero biases; q, k and v are one layer of 3 x 32 outputs, which makes its bound smaller."""
+    torch.manual_seed(0)
+    trunk = spirl.SalientPatchTransformer()
+    sizes = {"project": (64, 32), "qkv": (32, 96), "output": (32, 32), "mlp.0": (32, 128), "mlp.2": (128, 32)}
+    layers = {name: layer for name, layer in trunk.named_modules() if isinstance(layer, torch.nn.Linear)}
+    assert layers.keys() == sizes.keys()
+    for name, (fan_in, fan_out) in sizes.items():
+        weight, bound = layers[name].weight, math.sqrt(6 / (fan_in + fan_out))
+        assert weight.shape == (fan_out, fan_in) and not layers[name].bias.any(), name
+        assert 0.97 * bound < weight.abs().max() <= bound, name
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name  # uniform up to the bound
+    drawn = torch.stack([spirl.SalientPatchTransformer().cls_token.flatten() for _ in range(50)])
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_layer_norms_of_the_trunk_have_the_authors_eps():
+    norms = [layer for layer in spirl.SalientPatchTransformer().modules() if isinstance(layer, torch.nn.LayerNorm)]
+    assert len(norms) == 2 and all(norm.eps == 1e-6 for norm in norms)
+
+
+def test_the_values_of_padded_rows_begin_at_zero():
+    torch.manual_seed(0)
+    embeddings, counts = made_up()
+    _, _, v, _ = spirl.SalientPatchTransformer().attend(embeddings, counts)
+    v = v.transpose(1, 2).flatten(2).unflatten(0, counts.shape)[:, :, 1:]  # (B, F, L, dim), without [cls]
+    padded = torch.arange(6) >= counts[..., None]
+    assert (v[padded] == 0).all() and (v[~padded] != 0).any(1).all() and padded.any() and not padded.all()
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -222,21 +252,27 @@ def test_the_projection_against_algorithm_1():
     torch.testing.assert_close(got[0], probabilities[0], rtol=1e-4, atol=1e-5)  # nothing moves
 
 
-@pytest.mark.parametrize("limit", [10.0, 0.01])
-def test_one_update_against_the_equations(limit):
-    """Double Q, the target's distribution, KL priorities and importance weights, one transition at a time."""
+def an_update(limit=10.0):
+    """What one call of `learn` must do, one transition at a time by the equations, and what it did: two dicts.
+
+    The slots have unequal priorities, so unequal importance weights, and both networks a noise that is not the
+    update's.
+    """
     torch.manual_seed(0)
     online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
     replay = spirl.Replay(64, (3, 64), torch.float32, "cpu", 4, 3, 0.9)
     for t in range(40):
         replay.append(torch.randn(3, 64), int(torch.randint(4, ())), t in (0, 20))
         replay.complete(int(torch.randint(4, ())), float(torch.randint(-1, 2, ())), t == 19)
+    known = (replay.priorities > 0).nonzero()[:, 0]
+    replay.set_priorities(known, torch.linspace(0.1, 3.0, len(known)))
     generator = torch.Generator().manual_seed(5)
     slots, weights = replay.sample(8, 0.7, generator)  # what the update will draw
     online.resample_noise(generator)
     target.resample_noise(generator)
+    noise = {name: value.clone() for name, value in target.named_buffers() if "noise" in name}
     actions, returns, discounts, after = replay.returns(slots)
-    support, losses, priorities = online.support.tolist(), [], {}
+    support, losses, unweighted, priorities = online.support.tolist(), [], [], {}
     with torch.no_grad():
         for b in range(8):
             now, then = replay.stacks(slots[b : b + 1]), replay.stacks(after[b : b + 1])
@@ -245,18 +281,46 @@ def test_one_update_against_the_equations(limit):
             goal = oracle_projection(judged, returns[b].item(), discounts[b].item(), support)
             prediction = online(*now)[0, actions[b]].tolist()
             kl = sum(m * (math.log(m) - log_p) for m, log_p in zip(goal, prediction) if m > 0)
+            unweighted.append(kl)
             losses.append(weights[b].item() * kl)
             priorities[slots[b].item()] = max(kl, 1e-6) ** 0.5
-    before = {name: p.clone() for name, p in online.named_parameters()}
+    expected = {"loss": sum(losses) / 8, "unweighted": sum(unweighted) / 8, "priorities": priorities, "noise": noise}
+    expected["before"] = {name: p.clone() for name, p in online.named_parameters()}
+    online.resample_noise(torch.Generator().manual_seed(6))
+    target.resample_noise(torch.Generator().manual_seed(7))
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
     metrics = spirl.learn(online, target, optimizer, replay, 8, 0.7, limit, torch.Generator().manual_seed(5))
-    assert metrics["loss"].item() == pytest.approx(sum(losses) / 8, rel=1e-4)
-    for slot, priority in priorities.items():
-        assert replay.priorities[slot].item() == pytest.approx(priority, rel=1e-3)
-    assert all(not torch.equal(p, before[name]) for name, p in online.named_parameters())
-    norm = math.sqrt(sum(p.grad.square().sum().item() for p in online.parameters()))
-    assert norm == pytest.approx(min(metrics["grad_norm"].item(), limit), rel=1e-3)
-    assert (metrics["grad_norm"].item() > limit) == (limit == 0.01)  # clipped, and not
+    return expected, {"metrics": metrics, "replay": replay, "online": online, "target": target, "weights": weights}
+
+
+def test_the_loss_of_an_update_is_weighted_by_importance():
+    expected, got = an_update()
+    assert got["weights"].min() < 0.7 and got["weights"].max() == 1
+    assert got["metrics"]["loss"].item() == pytest.approx(expected["loss"], rel=1e-4)
+    assert expected["loss"] < 0.95 * expected["unweighted"]
+
+
+def test_new_priorities_are_the_kl_before_it_is_weighted():
+    expected, got = an_update()
+    for slot, priority in expected["priorities"].items():
+        assert got["replay"].priorities[slot].item() == pytest.approx(priority, rel=1e-3)
+
+
+def test_an_update_draws_the_target_networks_noise_anew():
+    expected, got = an_update()
+    buffers = dict(got["target"].named_buffers())
+    assert len(expected["noise"]) == 8 and all(torch.equal(buffers[name], value)
+                                               for name, value in expected["noise"].items())
+
+
+@pytest.mark.parametrize("limit", [10.0, 0.01])
+def test_an_update_moves_every_parameter_and_clips_the_gradients_norm(limit):
+    expected, got = an_update(limit)
+    online, norm = got["online"], got["metrics"]["grad_norm"].item()
+    assert all(not torch.equal(p, expected["before"][name]) for name, p in online.named_parameters())
+    assert math.sqrt(sum(p.grad.square().sum().item() for p in online.parameters())) == pytest.approx(
+        min(norm, limit), rel=1e-3)
+    assert (norm > limit) == (limit == 0.01)  # clipped, and not
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
@@ -283,8 +347,9 @@ BEST = sum(DISCOUNT**k for k in range(LENGTH))  # 3.439: one point a step until 
 def walk(seed, steps, update):
     """A corridor of LENGTH rooms. A room shows two patches, in any order; the right action is which kind they are.
 
-    It scores a point and leads on; a wrong one ends the life. So the best value of the first room is BEST. Returns
-    the value that the agent gives the first room and how many rooms it now passes when it acts without noise.
+    It scores a point and leads on; a wrong one ends the life. So the best value of the first room is BEST. The stack
+    tells which room it is: the rooms before the first are blank. Returns the value that the agent gives the first room
+    and how many rooms it now passes when it acts without noise.
     """
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -295,12 +360,12 @@ def walk(seed, steps, update):
 
     def network():
         trunk = spirl.SalientPatchTransformer(embed_dim=16, dim=16, heads=4)
-        return spirl.RainbowNetwork(trunk, 2 * 16, KINDS, hidden_size=64)
+        return spirl.RainbowNetwork(trunk, LENGTH * 16, KINDS, hidden_size=64)
 
     online, target = network(), network()
     target.load_state_dict(online.state_dict())
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-3, eps=1.5e-4, fused=True)
-    replay = spirl.Replay(1000, (3, 16), torch.float16, "cpu", 2, 3, DISCOUNT)
+    replay = spirl.Replay(1000, (3, 16), torch.float16, "cpu", LENGTH, 3, DISCOUNT)
     generator = torch.Generator().manual_seed(seed)
     at, kind = 0, int(rng.integers(KINDS))
     replay.append(room(kind), 2, True)
@@ -321,7 +386,7 @@ def walk(seed, steps, update):
     values, passed = [], []
     with torch.no_grad():
         for _ in range(20):
-            stack = [(torch.zeros(3, 16), 0)] * 2
+            stack = [(torch.zeros(3, 16), 0)] * LENGTH
             for at in range(LENGTH):
                 kind = int(rng.integers(KINDS))
                 stack = stack[1:] + [(room(kind), 2)]
@@ -338,9 +403,9 @@ def walk(seed, steps, update):
 
 
 def test_learning_reaches_the_best_value():
-    value, passed = walk(seed=1, steps=1200, update=True)
-    assert passed == LENGTH
-    assert value == pytest.approx(BEST, rel=0.1)
+    value, passed = walk(seed=1, steps=1600, update=True)
+    assert passed > LENGTH - 0.2
+    assert value == pytest.approx(BEST, rel=0.03)
 
 
 def test_without_updates_nothing_is_learned():

@@ -88,6 +88,42 @@ def test_stacks_and_returns_against_loops(capacity, steps):
     assert sampled > 20
 
 
+@pytest.mark.parametrize("capacity, n_step", [(56, 20), (57, 5), (64, 20), (77, 3), (100, 20), (131, 20)])
+def test_wrap_around_with_lives_about_as_long_as_the_ring_against_the_whole_history(capacity, n_step):
+    """Each stack that can be drawn, at every moment of several laps, is that of the history; and a slot cannot be drawn
+    only where its return is not known or a place of its stack has a newer frame of its life or none of its own."""
+    rng = np.random.default_rng(capacity)
+    replay = spirl.Replay(capacity, (1,), torch.float32, "cpu", F, n_step, GAMMA)
+    history, life, rest, drawable, spared = [], -1, 0, 0, 0
+    for t in range(7 * capacity):
+        starts = rest == 0
+        if starts:
+            life += 1
+            rest = int(rng.choice([3, capacity - 3, capacity - 2, capacity - 1, capacity, capacity + 1, 2 * capacity]))
+        history.append(life)
+        replay.append(torch.tensor([float(t)]), 1, starts)
+        can_be_drawn = {slot for slot, priority in enumerate(replay.priorities.tolist()) if priority > 0}
+        for slot in range(min(capacity, t + 1)):
+            at = t - (t - slot) % capacity  # the number of the frame that the slot holds
+            before = [at - k for k in range(1, F)]
+            own = [k >= 0 and history[k] == history[at] for k in before]
+            held = [t - (t - k) % capacity for k in before]  # the frames that are in those places now
+            whole = all(k == there if mine else there < 0 or history[there] != history[at]
+                        for k, there, mine in zip(before, held, own))
+            known = at + n_step <= t or any(history[k] != history[at] for k in range(at + 1, t + 1))
+            assert (slot in can_be_drawn) == (whole and known), (t, slot)
+            spared += known and not whole
+            if slot in can_be_drawn and (t % 7 == 0 or at - F < t - capacity):  # the oldest each time, all now and then
+                frames, counts = replay.stacks(torch.tensor([slot]))
+                assert counts[0].tolist() == [*reversed([int(mine) for mine in own]), 1]
+                seen = [float(k) for k, mine in zip([at, *before], [True, *own]) if mine]
+                assert frames[0][counts[0] > 0].flatten().tolist() == seen[::-1], (t, slot)
+                drawable += 1
+        rest -= 1
+        replay.complete(0, 0.0, ended=rest == 0)
+    assert drawable > 1000 and spared > 100
+
+
 def test_no_transition_is_lost_at_an_end_or_truncation():
     for cut_off in (False, True):
         replay = spirl.Replay(64, (1,), torch.float32, "cpu", F, N, GAMMA)

@@ -169,11 +169,13 @@ def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, max_frames
 
 def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, monkeypatch):
     """Seen from outside: PyTorch calls hooks at each pass of a network and at each step of an optimiser."""
-    acted, betas, evaluated, played = [], {}, {}, []
+    acted, betas, evaluated, played, games = [], {}, {}, [], []
     make_vec = gym.make_vec
 
     def watched(*args, **kwargs):  # the first environment is the one that trains
         env = make_vec(*args, **kwargs)
+        reset, trains = env.reset, not played
+        env.reset = lambda seed: (games.append((trains, *seed.tolist())), reset(seed=seed))[1]
         if not played:
             played.append(None)
             step = env.step
@@ -212,6 +214,11 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
     for (_, *_, before), (step, *_, now) in zip(acted, acted[1:]):
         assert torch.equal(before, now) == (step % 4 != 1), step  # an update in each fourth step
     assert betas == {step: pytest.approx(0.4 + 0.6 * (step - 120) / 80) for step in range(120, 200, 4)}
+    # Each game that is trained on has a seed of its own; each evaluation plays the same two games, and none of those.
+    trained_on = [seed for trains, seed in games if trains]
+    evaluated_on = [seed for trains, seed in games if not trains]
+    assert trained_on == [int(spirl.game_seeds(1, spirl.PLAY, n)[0]) for n in range(end["run"].games + 1)]
+    assert evaluated_on == 5 * spirl.game_seeds(1, spirl.EVALUATE, num=2).tolist() and len(trained_on) > 2
     # After 20 updates the target network is the online one, but for its noise.
     weights = [{name: value for name, value in end[network].state_dict().items() if "noise" not in name}
                for network in ("online", "target")]
@@ -252,8 +259,18 @@ def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatc
     assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 64
     assert end["max_patches"] == spirl.ratio_to_patches(spirl.ideal_max_ratio(counted["counts"], 36), 36)
     assert set(end["replay"].counts[:130].tolist()) == {end["max_patches"]}
-    online, target = (end[network].trunk.project.weight for network in ("online", "target"))
-    assert end["run"].updates == 10 and not torch.equal(online, target)  # not copied yet
+    assert end["run"].updates == 10
+
+
+def test_the_target_network_begins_as_a_copy_of_the_online_one(tmp_path, small_run, monkeypatch):
+    end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--run-name", "few",
+                   "--total-timesteps", 123, "--eval-episodes", 1, "--max-episode-frames", 100)
+    torch.manual_seed(1)
+    first = spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 18)  # the run's first random weights
+    online, target = dict(end["online"].named_parameters()), dict(end["target"].named_parameters())
+    assert end["run"].updates == 3  # too few for another copy
+    assert all(torch.equal(target[name], p) for name, p in first.named_parameters())
+    assert not any(torch.equal(online[name], p) for name, p in first.named_parameters())
 
 
 @in_background
