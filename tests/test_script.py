@@ -142,13 +142,13 @@ def oracle_slots(args, steps):
     return slots, games
 
 
-@pytest.mark.parametrize("max_frames, cut_off", [(3000, False), (900, True)])
-def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, max_frames, cut_off):
-    end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", 701,
-                   "--learning-starts", 700, "--buffer-size", 800, "--max-episode-frames", max_frames,
+@pytest.mark.parametrize("max_frames, cut_off, steps", [(3000, False, 700), (900, True, 680)])
+def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, max_frames, cut_off, steps):
+    end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", steps + 1,
+                   "--learning-starts", steps, "--buffer-size", 800, "--max-episode-frames", max_frames,
                    "--eval-episodes", 1, "--image-size", 32, "--run-name", "here")
     args = spirl.Args(env_id="ALE/MsPacman-v5", image_size=32, max_episode_frames=max_frames)
-    slots, games = oracle_slots(args, 700)
+    slots, games = oracle_slots(args, steps)
     assert end["run"].scores[: len(games)] == games and len(games) >= 1
     assert any(slot["action"] < 0 for slot in slots[:-1]) == cut_off
     assert sum(slot["ended"] for slot in slots) >= 3 and max(slot["reward"] for slot in slots) == 1.0
@@ -156,6 +156,10 @@ def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, max_frames
     for name, field in (("action", "actions"), ("ended", "ended"), ("reward", "rewards")):
         assert getattr(replay, field)[:known].tolist() == [slot[name] for slot in slots[:known]], name
     assert replay.lives[:known].tolist() == (np.cumsum([slot["starts"] for slot in slots[:known]]) - 1).tolist()
+    for t, slot in enumerate(slots[:known]):  # drawn from when its n steps, or the end of its life or game, are known
+        ended = any(later["starts"] for later in slots[t + 1 : t + 21]) or slot["ended"]
+        assert (replay.priorities[t] > 0).item() == (slot["action"] >= 0 and (ended or t + 20 <= known + 1)), t
+    assert not cut_off or steps - games[-1][0] < 20  # some of them would wait for a step that never follows
     slots, kept = slots[::4], torch.arange(0, len(slots), 4)
     frames = torch.from_numpy(np.stack([slot["frame"] for slot in slots]))
     plain = torch.cat([reconstruction_error_map(end["mae"], batch) for batch in frames.split(64)])
