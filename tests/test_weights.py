@@ -17,7 +17,8 @@ def test_shipped_weights(path, maes, random_play):
     assert args.mae_mask_spread == 0.21 and content["env_id"] == args.env_id == f"ALE/{path.stem}-v5"
     assert all(value.dtype == torch.float32 for value in content["model"].values())
     assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 5000
-    mae, every = maes[args.env_id], args.mae_frames // 5000
+    mae, frames = maes[args.env_id], args.mae_frames or spirl_mae.PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    every = frames // 5000
     trained_on = spirl_mae.collect_random_frames(args, 40 * every)[:: 20 * every]  # two of them
     again = spirl_mae.count_salient_patches(mae, trained_on, 0.5)  # rounding may move it by one
     assert (counted["counts"][:40:20] - again).abs().max() <= 1
