@@ -9,9 +9,13 @@ many random steps as SPIRL's pre-training takes. MAE-All sees the embeddings of 
     python spirl_baselines.py --method de-rainbow-p                                 # after 5,000 random steps
     python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
 
-Shape letters: B batch, F frames stacked, L patches of a frame, P patches a side, N = P**2, p pixels a patch's side,
-D width of a layer, T tokens, H attention heads, d = D / H, A actions, Z atoms, G games, K patches that the encoder
-sees. (In code F is torch.nn.functional; a frame is H by W pixels.)
+New here, beside what spirl_rainbow.py has: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, and the branches
+of main that choose among them.
+
+Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
+a frame (144); C numbers in a patch (192 = 8 x 8 x 3); S frames stacked (4); L patches kept of a frame (all 144); K
+patches that the encoder sees; T tokens; D width of a layer (64); h attention heads (4); d = D / h (16); A actions (18);
+Z atoms (51); G games of an evaluation (50). In code F is torch.nn.functional.
 """
 
 import argparse
@@ -24,6 +28,7 @@ import shutil
 import sys
 import time
 from collections import OrderedDict
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
@@ -45,6 +50,7 @@ from tqdm import tqdm
 
 gym.register_envs(ale_py)
 
+
 # --------------------------------------------------------------------------------------------------------- 1. Arguments
 @dataclass
 class Args:
@@ -58,14 +64,14 @@ class Args:
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     device: str = "auto"  # auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; an absent one is an error
     threads: int = 0  # CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine
-    run_name: str = ""  # name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})
+    run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: there is only the one before each evaluation
-    resume: str | None = None  # folder of an unfinished run to go on with, with its own arguments: give no other flag
+    resume: str | None = None  # folder of an unfinished run to continue, with its own arguments: give no other flag
     compile: bool = False  # torch.compile the update: the same up to rounding; needs a C++ compiler (on a GPU Triton)
     capture_video: bool = False  # save the reported evaluation's first game (1,000 steps of it) as videos/policy.gif
 
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
-    mae_frames: int | None = None  # frames of random play (default: Table 6's, 5,000 for Frostbite, 50,000 for others)
+    mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
     mae_epochs: int = 50  # passes over those frames, the first tenth of them to warm the learning rate up (Table 5)
     mae_batch_size: int = 64  # frames per pre-training step (Table 5)
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
@@ -110,89 +116,7 @@ class Args:
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
-def fail(message):
-    """Print one line about a bad argument to stderr and exit with status 2."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def parse_args():
-    """The command line as Args; with --resume, the arguments of the run that it names."""
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
-    if args.resume is None:
-        return args
-    if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
-        fail("--resume stands alone, for the run's own arguments hold; leave the other flags out")
-    path = Path(args.resume, "args.json")
-    stored = json.loads(path.read_text()) if path.is_file() else {}
-    if stored.keys() != vars(args).keys() or path.with_name("results.json").exists():
-        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    return Args(**{**stored, "resume": args.resume})
-
-
-def check_each(args):
-    """Stop with one line if an argument cannot work whatever the others are."""
-    from_0_to_1 = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
-    from_0 = from_0_to_1 + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
-    up_to_1 = from_0_to_1 + ["mae_mask_ratio", "max_ratio", "coverage"]
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in up_to_1 else 2**31
-            if not (low < value <= high or value == 0 and name in from_0):  # written so that nan is refused
-                above = f"from {low}" if name in from_0 else f"above {low}"
-                fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
-    games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
-    if args.env_id not in games:
-        close = difflib.get_close_matches(args.env_id, games, n=3, cutoff=0.0)
-        fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
-    if args.run_name and not args.resume and Path("runs", args.run_name).exists():
-        fail(f"--run-name {args.run_name}: runs/{args.run_name} is there already; give another name")
-
-
-def check_args(args):
-    """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
-    check_each(args)
-    num_patches, least = (args.image_size // args.patch_size) ** 2, args.batch_size + args.n_step + args.frame_stack
-    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    for holds, rule in (
-        (args.image_size % args.patch_size == 0 and num_patches >= 9,
-         f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"),
-        (args.method != "mae-all" or num_frames >= args.mae_batch_size,
-         f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
-        (args.method != "de-rainbow-p" or num_frames > args.n_step,
-         f"--mae-frames {num_frames} must be above --n-step {args.n_step}: so many random steps come first"),
-        (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
-         and args.agent_dim % args.agent_heads == args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
-         "--encoder-dim, --decoder-dim and --agent-dim must be multiples of their heads, the first two also of 4"),
-        (args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread,
-         f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must stay between 0 and "
-         f"{1 - 1 / num_patches:.3f}, so that the encoder sees a patch"),
-        (args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency,
-         f"--learning-starts {args.learning_starts} must be from {args.n_step + 1}, above --n-step, to "
-         f"{args.total_timesteps - args.train_frequency}, before the end"),
-        (args.buffer_size >= least,
-         f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack = {least}"),
-        (args.v_min < args.v_max and args.num_atoms > 1, "--v-min must be below --v-max, and --num-atoms at least 2"),
-    ):
-        if not holds:
-            fail(rule)
-    for field in fields(args):
-        if getattr(args, field.name) == field.default or args.method == "de-rainbow-p" and field.name == "mae_frames":
-            continue
-        flag = f"--{field.name.replace('_', '-')}"
-        of_mae_all = field.name.startswith(("mae_", "image_", "patch_", "encoder_", "decoder_", "agent_"))
-        if of_mae_all and args.method != "mae-all":
-            fail(f"{flag} is not for --method {args.method}; leave it out")
-        if args.mae_checkpoint and field.name.startswith("mae_") and field.name != "mae_checkpoint":
-            fail(f"{flag} is for pre-training: --mae-checkpoint replaces that; give only one")
-
-
-def pick_device(name):
-    """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
-    here = ["cpu"] + ["cuda"] * torch.cuda.is_available() + [f"cuda:{n}" for n in range(torch.cuda.device_count())]
-    if name not in ["auto", *here]:
-        fail(f"--device {name} is not here; give auto, {', '.join(here)}")
-    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
@@ -207,15 +131,23 @@ def make_envs(args, num_envs):
     which we pre-empt with a seeded reset."""
     size = args.image_size if args.method == "mae-all" else 84
     return gym.make_vec(
-        args.env_id, num_envs,
+        args.env_id,
+        num_envs,
         vectorization_mode="vector_entry_point",  # ale-py's AtariVectorEnv; its defaults are not the paper's
-        img_height=size, img_width=size, grayscale=args.method != "mae-all",
+        img_height=size,
+        img_width=size,
+        grayscale=args.method != "mae-all",
         stack_num=1,  # the replay stacks: each frame is then embedded and stored once
-        frameskip=4, maxpool=True, noop_max=30, use_fire_reset=True, full_action_space=False,
+        frameskip=4,
+        maxpool=True,
+        noop_max=30,
+        use_fire_reset=True,
+        full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
         episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
-        life_loss_info=True, max_num_frames_per_episode=args.max_episode_frames,
+        life_loss_info=True,
+        max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
@@ -237,78 +169,116 @@ def sincos_positions(dim, side):
 
 
 class Block(nn.Module):
-    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). Tokens where
-    `mask` (B, 1, 1, T) is False are not attended to. With `row` (B,) only that token's z is computed: (B, 1, D)."""
+    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
+    sums where `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. With `row` (B,) only
+    that token's z is computed: (B, 1, D)."""
 
-    def __init__(self, dim, heads):
+    def __init__(self, dim, heads, residual=True):
         super().__init__()
         self.heads = heads
+        self.residual = residual
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "proj": nn.Linear(dim, dim)})
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
 
-    def forward(self, x, mask=None, row=None):
+    def project(self, x):
+        """Queries, keys and values of all tokens, (B, h, T, d) each."""
         qkv = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
+        return qkv.permute(2, 0, 3, 1, 4)
+
+    def forward(self, x, mask=None, row=None):
+        q, k, v = self.project(x)
         if row is not None:  # only its query is needed
             batch = torch.arange(len(x), device=x.device)
-            x, q = x[batch, row][:, None], q[batch, :, row][:, :, None]  # (B, 1, D), (B, H, 1, d)
-        with torch.autocast(x.device.type, enabled=False):  # under --mae-amp this stays float32: on a CPU it is faster
-            looked = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
-        x = x + self.attn.proj(looked.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+            x = x[batch, row][:, None]  # (B, 1, D)
+            q = q[batch, :, row][:, :, None]  # (B, h, 1, d)
+        with torch.autocast(x.device.type, enabled=False):  # attention in float32 also under --mae-amp: faster on a CPU
+            attended = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+        attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
+        x = x + attended if self.residual else attended
+        z = self.mlp(self.norm2(x))
+        return x + z if self.residual else z
 
 
 def normalize_patches(patches):
-    """Eq. (2): each patch (..., p*p*3) minus its own mean, over its own (unbiased) standard deviation."""
-    return (patches - patches.mean(-1, keepdim=True)) / (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation."""
+    mean = patches.mean(-1, keepdim=True)
+    variance = patches.var(-1, keepdim=True)
+    return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 class MaskedAutoencoder(nn.Module):
     """A small MAE (He et al. 2022; Table 4): a narrow encoder that sees some patches, a wider decoder that paints all.
-    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load."""
+    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load.
+    Raises ValueError unless image_size is a multiple of patch_size."""
 
-    def __init__(self, image_size=96, patch_size=8, encoder_dim=64, encoder_depth=3, encoder_heads=4,
-                 decoder_dim=128, decoder_depth=3, decoder_heads=8):
+    def __init__(
+        self,
+        image_size=96,
+        patch_size=8,
+        encoder_dim=64,
+        encoder_depth=3,
+        encoder_heads=4,
+        decoder_dim=128,
+        decoder_depth=3,
+        decoder_heads=8,
+        channels=3,
+    ):
         super().__init__()
-        self.patch_size, self.side = patch_size, image_size // patch_size
+        if image_size % patch_size:
+            raise ValueError(f"image_size is {image_size}; it must be a multiple of patch_size, {patch_size}")
+        self.image_shape = (image_size, image_size, channels)
+        self.patch_size = patch_size
+        self.side = image_size // patch_size  # patches a side
         self.num_patches = self.side**2
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, encoder_dim, patch_size, stride=patch_size)})
+
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(channels, encoder_dim, patch_size, stride=patch_size)})
         self.cls_token = nn.Parameter(torch.randn(1, 1, encoder_dim) * 0.02)
         self.register_buffer("pos_embed", sincos_positions(encoder_dim, self.side)[None])  # (1, 1+N, D)
         self.blocks = nn.ModuleList(Block(encoder_dim, encoder_heads) for _ in range(encoder_depth))
         self.norm = nn.LayerNorm(encoder_dim, eps=1e-6)
+
         self.decoder_embed = nn.Linear(encoder_dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.randn(1, 1, decoder_dim) * 0.02)
         self.register_buffer("decoder_pos_embed", sincos_positions(decoder_dim, self.side)[None])
         self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
-        self.decoder_pred = nn.Linear(decoder_dim, 3 * patch_size**2)
+        self.decoder_pred = nn.Linear(decoder_dim, channels * patch_size**2)
+
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
                 nn.init.zeros_(module.bias)
 
     def patchify(self, frames):
-        """Flat patches (B, N, p*p*3) of frames (B, H, W, 3), row by row, of the same type."""
-        B, p, P = len(frames), self.patch_size, self.side
-        return frames.reshape(B, P, p, P, p, 3).transpose(2, 3).reshape(B, P * P, p * p * 3)
+        """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flat. Raises ValueError for frames
+        of another type or shape: channels come last."""
+        if frames.dtype != torch.uint8 or frames.shape[1:] != self.image_shape:
+            raise ValueError(
+                f"frames are {frames.dtype} of shape {tuple(frames.shape)}; they must be torch.uint8 of shape "
+                f"(B, {', '.join(map(str, self.image_shape))})"
+            )
+        rows_and_columns = frames.unflatten(2, (self.side, self.patch_size)).unflatten(1, (self.side, self.patch_size))
+        return rows_and_columns.transpose(2, 3).flatten(3).flatten(1, 2) / 255
 
     def encode(self, patches, ids, present=None):
-        """Encoder outputs (B, 1+K, D), [cls] first, for flat patches (B, K, p*p*3) in [0, 1] at the places ids (B, K).
-        Patches where `present` (B, K) is False attend to the others, but are not attended to."""
-        proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each flat patch
-        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias) + self.pos_embed[0, 1:][ids]
+        """Encoder outputs (B, 1+K, D), [cls] first, for patches (B, K, C) in [0, 1] at the places ids (B, K). Patches
+        where `present` (B, K) is False attend to the others, but are not attended to."""
+        proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each patch
+        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, K, D)
+        x = x + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-        mask = None if present is None else F.pad(present, (1, 0), value=True)[:, None, None]  # [cls] is always there
+        mask = None
+        if present is not None:
+            mask = F.pad(present, (1, 0), value=True)[:, None, None]  # [cls] is always attended to
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
-        """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K). With
-        `wanted` (B,) only that patch of each, (B, p*p*3): the last layer then computes no other."""
+        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's output for the patches ids (B, K). With
+        `wanted` (B,) only that patch of each, (B, C): the last layer then computes no other."""
         x = self.decoder_embed(latent)  # (B, 1+K, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
@@ -320,33 +290,37 @@ class MaskedAutoencoder(nn.Module):
         return x[:, 1:] if wanted is None else x[:, 0]
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
-        """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, p*p*3), mask (B, N): 0 keep, 1 removed). The
-        loss is over all patches, visible and masked. `generator` draws the masks on the frames' device."""
-        patches = self.patchify(frames).float() / 255
+        """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, C), mask (B, N): 0 keep, 1 removed). The loss
+        is over all patches, visible and masked. `generator` draws the masks on the frames' device."""
+        patches = self.patchify(frames)
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
-        kept = noise.argsort(1)[:, : int(self.num_patches * (1 - mask_ratio))]  # (B, K), a random subset
-        prediction = self.decode(self.encode(patches.take_along_dim(kept[..., None], 1), kept), kept)
+        num_visible = int(self.num_patches * (1 - mask_ratio))
+        ids = noise.argsort(1)[:, :num_visible]  # (B, K), a random subset
+        visible = patches.take_along_dim(ids[..., None], 1)  # (B, K, C)
+        prediction = self.decode(self.encode(visible, ids), ids)
         loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
-        return loss, prediction, torch.ones_like(noise).scatter(1, kept, 0.0)
+        mask = torch.ones_like(noise).scatter(1, ids, 0.0)
+        return loss, prediction, mask
 
 
-PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # frames collected after those, never trained on, to measure the loss on
+HELD_OUT_FRAMES = 256  # frames collected after those of pre-training, never trained on, to measure the loss on
 
 
 def collect_random_frames(args, num_frames):
-    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play of first lives: at a lost life a new game
+    """uint8 frames (num_frames, H, W, 3) of uniformly random play of first lives: when a life is lost a new game
     begins, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
     env = make_envs(args, 1)
     rng = np.random.default_rng([args.seed, COLLECT])
-    frames = np.empty((num_frames, args.image_size, args.image_size, 3), np.uint8)
-    games, over = 0, True
+    frames = torch.empty(num_frames, args.image_size, args.image_size, 3, dtype=torch.uint8)
+    num_games = 0
+    over = True
     for i in tqdm(range(num_frames), "collecting frames", unit="frame"):
         if over:
-            observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, games))
-            games += 1
-        frames[i] = observation[0, 0]
-        observation, _, terminated, truncated, _ = env.step(rng.integers(env.single_action_space.n, size=1))
+            observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, num_games))
+            num_games += 1
+        frames[i] = torch.from_numpy(observation[0, 0])
+        action = rng.integers(env.single_action_space.n, size=1)
+        observation, _, terminated, truncated, _ = env.step(action)
         over = terminated[0] or truncated[0]  # a lost life terminates too
     env.close()
     return frames
@@ -355,32 +329,49 @@ def collect_random_frames(args, num_frames):
 def warmup_cosine(step, steps, peak):
     """Learning rate at a step of `steps`: up in a straight line for a tenth of them, then half a cosine to 0."""
     warmup = steps / 10
-    return peak * min(step / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warmup) / (steps - warmup)))
+    if step < warmup:
+        return peak * (step / warmup)
+    return peak * (0.5 + 0.5 * math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def pretrain_mae(args, mae, frames, held_out, device, folder):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`. Returns
-    {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves and, after each epoch,
-    checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite. With
-    args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36."""
-    frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
-    groups = [{"params": [p for p in mae.parameters() if p.ndim > 1], "weight_decay": args.mae_weight_decay},
-              {"params": [p for p in mae.parameters() if p.ndim <= 1], "weight_decay": 0.0}]  # biases and LayerNorm
+def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`, more such
+    frames. Returns {"loss": one value a step, "held_out_loss": one an epoch}.
+
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
+    With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
+    Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
+    """
+    if len(frames) < args.mae_batch_size:
+        raise ValueError(f"there are {len(frames)} frames; a batch (mae_batch_size) needs {args.mae_batch_size}")
+    device = mae.pos_embed.device
+    held_out = held_out.to(device)
+    parameters = list(mae.parameters())
+    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
+    not_decayed = [parameter for parameter in parameters if parameter.ndim <= 1]  # biases and LayerNorm
+    groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
     peak = args.mae_learning_rate * args.mae_batch_size / 256
-    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps, first_epoch, losses = args.mae_epochs * batches, 0, {"loss": [], "held_out_loss": []}
-    if (folder / "checkpoint.pt").exists():
-        checkpoint = read_checkpoint(folder / "checkpoint.pt")
+    steps = args.mae_epochs * batches
+    first_epoch = 0
+    losses = {"loss": [], "held_out_loss": []}
+
+    path = folder / "checkpoint.pt"
+    if resume and path.exists():
+        checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        first_epoch, losses = checkpoint["epoch"], checkpoint["losses"]
-    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # what came after the checkpoint comes again
+        first_epoch = checkpoint["epoch"]
+        losses = checkpoint["losses"]
+
+    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # what was logged after the checkpoint comes again
     progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches, unit="batch")
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
         order = torch.from_numpy(rng.permutation(len(frames)))
         masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, epoch)[0]))
+
         for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
@@ -389,19 +380,25 @@ def pretrain_mae(args, mae, frames, held_out, device, folder):
                 loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.get_total_norm([p.grad for p in mae.parameters()], error_if_nonfinite=True)
+            nn.utils.get_total_norm([parameter.grad for parameter in parameters], error_if_nonfinite=True)
             optimizer.step()
-            losses["loss"].append((step, loss.item()))
+            losses["loss"].append(loss.item())
             writer.add_scalar("mae/loss", loss.item(), step)
             progress.update()
+
         with torch.no_grad():  # under the same masks each time
             held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, torch.Generator(device).manual_seed(0))
-        losses["held_out_loss"].append((step, held_out_loss.item()))
+        losses["held_out_loss"].append(held_out_loss.item())
         writer.add_scalar("mae/held_out_loss", held_out_loss.item(), step)
         writer.flush()
-        progress.set_postfix(epoch=epoch + 1, loss=f"{loss.item():.4f}", held_out=f"{held_out_loss.item():.4f}")
-        write_whole(folder / "checkpoint.pt", partial(torch.save, {
-            "model": mae.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1, "losses": losses}))
+        progress.set_postfix(held_out_loss=held_out_loss.item())
+        checkpoint = {
+            "model": mae.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "epoch": epoch + 1,
+            "losses": losses,
+        }
+        write_whole(path, torch.save, checkpoint)
     progress.close()
     writer.close()
     return losses
@@ -412,23 +409,23 @@ def encode_patches(mae, frames, patch_ids, count):
     """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
     The encoder sees only [cls] and these. Its outputs lose [cls] and get their positions once more (Table 13)."""
     present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
-    patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1).float() / 255  # (B, L, p*p*3)
+    patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1)  # (B, L, C)
     embeddings = mae.encode(patches, patch_ids, present)[:, 1:] + mae.pos_embed[0, 1:][patch_ids]
     return embeddings * present[..., None]
 
 
-def look_at_pixels(device, frames):
-    """What DE-Rainbow sees of an array of uint8 frames (B, 84, 84): the same, on the device, and counts (B,) of 1."""
-    return torch.from_numpy(frames).to(device), torch.ones(len(frames), dtype=torch.int64, device=device)
-
-
-def look_at_all_patches(mae, frames):
-    """What MAE-All sees of an array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16, counts (B,) and
-    patch_ids (B, N), on the MAE's device."""
+def embed_all_patches(mae, frames):
+    """What MAE-All sees of an array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16 and counts (B,), all
+    N, on the MAE's device."""
     frames = torch.from_numpy(frames).to(mae.pos_embed.device)
-    patch_ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)
     count = torch.full((len(frames),), mae.num_patches, device=frames.device)
-    return encode_patches(mae, frames, patch_ids, count).half(), count, patch_ids
+    patch_ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)
+    return encode_patches(mae, frames, patch_ids, count).half(), count
+
+
+def prepare_pixels(device, frames):
+    """What DE-Rainbow sees of an array of uint8 frames (B, 84, 84): themselves on `device`, and counts (B,), all 1."""
+    return torch.from_numpy(frames).to(device), torch.ones(len(frames), dtype=torch.int64, device=device)
 
 
 # ------------------------------------------------------------------------------------------------------------ 4. Replay
@@ -441,79 +438,103 @@ class Replay:
     """
 
     def __init__(self, capacity, frame_shape, dtype, device, frame_stack=4, n_step=20, gamma=0.99, alpha=0.5):
-        self.capacity, self.n_step, self.gamma, self.alpha = capacity, n_step, gamma, alpha
-        self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype, device=device)
-        self.counts = torch.zeros(capacity, dtype=torch.int64, device=device)  # how many patches of a frame count
-        self.actions = torch.full((capacity,), -1, device=device)  # -1: no action has been taken on this frame
-        self.rewards = torch.zeros(capacity, device=device)
-        self.ended = torch.zeros(capacity, dtype=torch.bool, device=device)  # a life or the game ended there
-        self.lives = torch.full((capacity,), -1, device=device)  # number of the life that a frame is of
-        self.priorities = torch.zeros(capacity, dtype=torch.float64, device=device)  # p**alpha; 0: not to be drawn
-        self.largest = torch.ones((), dtype=torch.float64, device=device)  # the largest p**alpha so far
-        self.slot, self.life, self.unknown = -1, -1, []  # the newest; slots whose n-step return is not known yet
-        self.past = torch.arange(1 - frame_stack, 1, device=device)  # -3, -2, -1, 0
-        self.ahead = torch.arange(n_step, device=device)  # 0, 1, ..., n-1
+        self.capacity = capacity
+        self.n_step = n_step
+        self.gamma = gamma
+        self.alpha = alpha
+        with torch.device(device):
+            self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # how many patches of a frame count
+            self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
+            self.rewards = torch.zeros(capacity)
+            self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
+            self.lives = torch.full((capacity,), -1)  # number of the life that a frame is of
+            self.priorities = torch.zeros(capacity, dtype=torch.float64)  # p**alpha; 0: not to be drawn
+            self.max_priority = torch.ones((), dtype=torch.float64)  # the largest p**alpha so far
+            self.stack_offsets = torch.arange(1 - frame_stack, 1)  # -3, -2, -1, 0
+            self.step_offsets = torch.arange(n_step)  # 0, 1, ..., n-1
+        self.slot = -1  # the newest
+        self.life = -1  # the newest
+        self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
         """Store a frame of which `count` patches count; `starts`: it is the first of another life."""
-        self.slot, self.life = (self.slot + 1) % self.capacity, self.life + bool(starts)
-        now = slice(self.slot, self.slot + 1)  # a slice: with an index, storing a number would wait for the GPU
-        # The stacks that end in the next three slots reach back into this one. Stop drawing those of the life whose
-        # frame goes, and, where one life fills the whole ring, those of the life whose new frame would pass for old.
-        later = (self.slot - self.past[:-1]) % self.capacity
-        self.priorities[later] *= (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
-        self.frames[now], self.counts[now], self.lives[now] = frame, count, self.life
-        self.actions[now], self.rewards[now], self.ended[now], self.priorities[now] = -1, 0.0, False, 0.0
-        if len(self.unknown) == self.n_step:  # the oldest of them has had its n steps and bootstraps from this frame
-            self.priorities[self.unknown.pop(0)] = self.largest
+        self.slot = (self.slot + 1) % self.capacity
+        self.life += bool(starts)
+        now = slice(self.slot, self.slot + 1)  # a slice, since with an index the CPU would wait for the GPU
+
+        # Stacks that end in the next three slots reach back into the slot about to be overwritten: stop drawing those
+        # of the life whose frame goes. Where one life fills the ring, the new frame would pass for an old one of it.
+        later = (self.slot - self.stack_offsets[:-1]) % self.capacity
+        other_life = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
+        self.priorities[later] *= other_life
+
+        self.frames[now] = frame
+        self.counts[now] = count
+        self.lives[now] = self.life
+        self.actions[now] = -1
+        self.priorities[now] = 0.0
+        if len(self.pending) == self.n_step:  # the oldest has had its n steps and bootstraps from this frame
+            self.allow_oldest()
 
     def complete(self, action, reward, ended):
         """The newest frame's action, clipped reward, and whether a life or the game ended with it."""
         now = slice(self.slot, self.slot + 1)
-        self.actions[now], self.rewards[now], self.ended[now] = action, reward, ended
-        self.unknown.append(self.slot)
+        self.actions[now] = action
+        self.rewards[now] = reward
+        self.ended[now] = ended
+        self.pending.append(self.slot)
         if ended:
             self.truncate()
 
     def truncate(self):
         """No step will follow the newest frame: the returns of all slots are known."""
-        while self.unknown:
-            self.priorities[self.unknown.pop(0)] = self.largest
+        while self.pending:
+            self.allow_oldest()
+
+    def allow_oldest(self):
+        """The return of the oldest pending slot is known: let it be drawn, with the largest priority so far."""
+        self.priorities[self.pending.pop(0)] = self.max_priority
 
     def stacks(self, slots):
-        """The observations that end in slots (B,): frames (B, F, *frame_shape), oldest first, and counts (B, F)."""
-        window = (slots[:, None] + self.past) % self.capacity  # (B, F)
+        """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S)."""
+        window = (slots[:, None] + self.stack_offsets) % self.capacity  # (B, S)
         frames = self.frames.index_select(0, window.flatten()).unflatten(0, window.shape)  # faster than frames[window]
-        return frames, self.counts[window] * (self.lives[window] == self.lives[slots][:, None])
+        same_life = self.lives[window] == self.lives[slots][:, None]
+        return frames, self.counts[window] * same_life
 
     def sample(self, batch_size, beta, generator):
-        """Slots (B,), drawn in proportion to p**alpha, one from each of B equal shares of the mass, and weights (B,)
-        that correct for it: (1/P)**beta over the batch's largest, where P is a slot's share."""
+        """Slots (B,), drawn in proportion to p**alpha, one from each of B equal shares of the mass, and importance
+        weights (B,) that correct for it: (1 / probability)**beta over the batch's largest. Raises ValueError while no
+        slot can be drawn."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
-        share = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
-        at = (share + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
-        at = at.minimum(mass[-1].nextafter(mass.new_zeros(())))  # below the whole mass
-        slots = torch.searchsorted(mass, at, right=True)  # the first slot with more mass than that
-        # A GPU adds in another order, and might round onto a slot of priority 0: such a slot gets weight 0.
+        if mass[-1] == 0:
+            raise ValueError(f"no slot can be drawn before {self.n_step} steps, or the end of a life, are stored")
+        random = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
+        points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
+        slots = torch.searchsorted(mass, points, right=True)  # the first slot with more mass than that
+        slots = slots.clamp(max=self.capacity - 1)
+        # Rounding may lead past the last slot with a priority, or onto one without: that one gets weight 0.
         weights = torch.where(self.priorities[slots] > 0, self.priorities[slots] ** -beta, 0.0)
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
         """For slots (B,): actions, returns, discounts, and slots of the states to bootstrap from. With m = min(n, steps
         to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or 0 after an end."""
-        window = (slots[:, None] + self.ahead) % self.capacity  # (B, n)
-        goes_on = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # no end before the k-th step
-        taken = goes_on * (self.actions[window] >= 0).cumprod(1)  # (B, n): 1 for k < m
+        window = (slots[:, None] + self.step_offsets) % self.capacity  # (B, n)
+        no_end_before = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # (B, n)
+        taken = no_end_before * (self.actions[window] >= 0).cumprod(1)  # (B, n): 1 for k < m
         steps = taken.sum(1)  # m
-        returns = (self.rewards[window] * taken * self.gamma**self.ahead).sum(1)
+        returns = (self.rewards[window] * taken * self.gamma**self.step_offsets).sum(1)
         bootstraps = ~(self.ended[window] & taken.bool()).any(1)
-        return self.actions[slots], returns, self.gamma**steps * bootstraps, (slots + steps) % self.capacity
+        discounts = self.gamma**steps * bootstraps
+        return self.actions[slots], returns, discounts, (slots + steps) % self.capacity
 
     def set_priorities(self, slots, priorities):
         """New priorities p (B,), at least 1e-6, of slots (B,); a slot that cannot be drawn stays so."""
         powered = priorities.double().clamp(min=1e-6) ** self.alpha * (self.priorities[slots] > 0)
         self.priorities[slots] = powered
-        self.largest = torch.maximum(self.largest, powered.max())
+        self.max_priority = torch.maximum(self.max_priority, powered.max())
 
 
 # ------------------------------------------------------------------------------------------------------------- 5. Agent
@@ -525,7 +546,7 @@ class NoisyLinear(nn.Module):
         super().__init__()
         bound = in_features**-0.5
         self.weight_mu = nn.Parameter(torch.empty(out_features, in_features).uniform_(-bound, bound))
-        self.weight_sigma = nn.Parameter(torch.full((out_features, in_features), sigma0 * in_features**-0.5))
+        self.weight_sigma = nn.Parameter(torch.full((out_features, in_features), sigma0 * bound))
         self.bias_mu = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
         self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))
         self.register_buffer("noise_in", torch.zeros(in_features))
@@ -541,12 +562,13 @@ class NoisyLinear(nn.Module):
         if not self.training:
             return F.linear(x, self.weight_mu, self.bias_mu)
         weight = torch.addcmul(self.weight_mu, self.weight_sigma, torch.outer(self.noise_out, self.noise_in))
-        return F.linear(x, weight, self.bias_mu + self.bias_sigma * self.noise_out)
+        bias = self.bias_mu + self.bias_sigma * self.noise_out
+        return F.linear(x, weight, bias)
 
 
 class DataEfficientCNN(nn.Module):
-    """DE-Rainbow's trunk (van Hasselt et al. 2019), with the authors' paddings: uint8 frames (B, F, 84, 84) and counts
-    (B, F) -> (B, 1024). Unpadded, it would never see the last 9 rows and columns. A frame with count 0 is blank."""
+    """DE-Rainbow's trunk (van Hasselt et al. 2019), with the authors' paddings: uint8 frames (B, S, 84, 84) and counts
+    (B, S) -> (B, 1024). Unpadded, it would never see the last 9 rows and columns. A frame with count 0 is blank."""
 
     def __init__(self, frame_stack=4):
         super().__init__()
@@ -554,62 +576,60 @@ class DataEfficientCNN(nn.Module):
         self.conv2 = nn.Conv2d(32, 64, kernel_size=5, stride=5, padding=1)  # 18x18 -> 4x4
 
     def forward(self, frames, counts):
-        x = frames * ((counts > 0) / 255)[..., None, None]  # (B, F, 84, 84), in [0, 1]
+        x = frames * ((counts > 0) / 255)[..., None, None]  # (B, S, 84, 84), in [0, 1]
         return F.relu(self.conv2(F.relu(self.conv1(x)))).flatten(1)
 
 
 class SalientPatchTransformer(nn.Module):
-    """Pools each frame's patches into one vector o_t and concatenates the stack's: (B, F, L, D), (B, F) -> (B, F*dim).
+    """Pools each frame's patches into one vector o_t and concatenates the stack's: (B, S, L, D), (B, S) -> (B, S*dim).
 
-    Table 13: a linear projection, then one pre-LN Transformer layer without residual connections over a trainable
-    [cls] and the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15).
-    Rows past a frame's count are read as zeros (`padding="zero"`, Table 14), as a trainable [pad] ("token"), or not
-    ("mask": they are masked out before the softmax; the paper zeroes their weights after it)."""
+    Table 13: a linear projection, then one Transformer layer without residual connections over a trainable [cls] and
+    the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15). Rows past a
+    frame's count are read as zeros (`padding="zero"`, Table 14), as a trainable [pad] ("token"), or not ("mask": they
+    are masked out before the softmax; the paper zeroes their weights after it)."""
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
         super().__init__()
-        self.heads, self.padding, self.pooling = heads, padding, pooling
+        self.padding = padding
+        self.pooling = pooling
         if padding == "token":
             self.pad = nn.Parameter(torch.randn(embed_dim) * 0.02)
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
-        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.output = nn.Linear(dim, dim)
-        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.block = Block(dim, heads, residual=False)
         for layer in self.modules():  # the paper is silent; the authors' code begins so: a row of zeros stays zero
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
-    def attend(self, embeddings, counts):
-        """q (B*F, H, T', d), k and v (B*F, H, 1+L, d), and the mask of k. T' is 1, [cls], or the L patches."""
-        present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, F, L)
+    def tokens(self, embeddings, counts):
+        """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
+        padding (B, S, L)."""
+        present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, S, L)
         x = embeddings.float() * present[..., None]
         if self.padding == "token":
             x = x + self.pad * ~present[..., None]
-        x = self.project(x).flatten(0, 1)  # (B*F, L, dim)
-        x = self.norm1(torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1))
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B*F, H, 1+L, d) each
-        q = q[:, :, :1] if self.pooling == "cls" else q[:, :, 1:]  # only the rows that are read
-        mask = F.pad(present.flatten(0, 1), (1, 0), value=True)[:, None, None] if self.padding == "mask" else None
-        return q, k, v, mask
+        x = self.project(x).flatten(0, 1)  # (B*S, L, dim)
+        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1), present
 
     def forward(self, embeddings, counts):
-        q, k, v, mask = self.attend(embeddings, counts)
-        looked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-        z = self.mlp(self.norm2(self.output(looked))).unflatten(0, counts.shape)  # (B, F, T', dim)
+        x, present = self.tokens(embeddings, counts)
+        mask = None
+        if self.padding == "mask":
+            mask = F.pad(present.flatten(0, 1), (1, 0), value=True)[:, None, None]  # [cls] is always attended to
         if self.pooling == "cls":
-            return z.flatten(1)
+            row = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+            return self.block(x, mask, row).view(len(counts), -1)
+        z = self.block(x, mask)[:, 1:].unflatten(0, counts.shape)  # (B, S, L, dim)
         if self.padding != "mask":
             return z.mean(2).flatten(1)
-        present = torch.arange(z.shape[2], device=z.device) < counts[..., None]
-        return ((z * present[..., None]).sum(2) / counts.clamp(min=1)[..., None]).flatten(1)
+        total = (z * present[..., None]).sum(2)
+        return (total / counts.clamp(min=1)[..., None]).flatten(1)
 
 
 class RainbowNetwork(nn.Module):
-    """Dueling, noisy, distributional Q (Hessel et al. 2018) over a trunk: log-probabilities of returns, (B, A, Z)."""
+    """Dueling, noisy, distributional Q (Hessel et al. 2018) over a trunk: log-probabilities of returns, (B, A, Z). A
+    state is whatever the trunk takes: here frames and counts."""
 
     def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, num_atoms=51, v_min=-10, v_max=10, sigma0=0.5):
         super().__init__()
@@ -620,16 +640,17 @@ class RainbowNetwork(nn.Module):
         self.advantage_out = NoisyLinear(hidden_size, num_actions * num_atoms, sigma0)
         self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))  # z_0 ... z_{Z-1}
 
-    def forward(self, frames, counts):
-        o = self.trunk(frames, counts)
+    def forward(self, *state):
+        o = self.trunk(*state)
         o = o.detach() + (o - o.detach()) / 2**0.5  # both streams send gradients: scale them (Wang et al. 2016)
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
-        advantage = self.advantage_out(F.relu(self.advantage_hidden(o))).unflatten(1, (-1, len(self.support)))
+        advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
+        advantage = advantage.unflatten(1, (-1, len(self.support)))  # (B, A, Z)
         return (value + advantage - advantage.mean(1, keepdim=True)).log_softmax(2)
 
-    def q_values(self, frames, counts):
+    def q_values(self, *state):
         """Expected returns (B, A)."""
-        return (self(frames, counts).exp() * self.support).sum(2)
+        return (self(*state).exp() * self.support).sum(2)
 
     def resample_noise(self, generator=None):
         """Draw the noise of every noisy layer anew."""
@@ -647,72 +668,77 @@ def project_distribution(probabilities, returns, discounts, support):
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
 
-def c51_loss(online, target, states, actions, returns, discounts, next_states, weights):
-    """The weighted loss of B transitions, KL(target || prediction) of each (B,), and their mean Q. States are (frames,
-    counts); actions, returns, discounts and weights are (B,)."""
+def c51_loss(online, target, states, actions, returns, discounts, next_states, importance_weights):
+    """The weighted loss of B transitions, KL(target distribution || prediction) of each (B,), and their mean Q. States
+    are tuples that the networks take; actions, returns, discounts and importance weights are (B,)."""
     batch = torch.arange(len(actions), device=actions.device)
     with torch.no_grad():
         best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
         probabilities = target(*next_states)[batch, best].exp()  # the target network judges  (B, Z)
-        goal = project_distribution(probabilities, returns, discounts, online.support)
+        target_probs = project_distribution(probabilities, returns, discounts, online.support)
     log_probs = online(*states)[batch, actions]  # (B, Z)
-    divergence = (torch.xlogy(goal, goal) - goal * log_probs).sum(1)
+    kl = (torch.xlogy(target_probs, target_probs) - target_probs * log_probs).sum(1)
+    loss = (importance_weights * kl).mean()
     q = (log_probs.detach().exp() * online.support).sum(1).mean()
-    return (weights * divergence).mean(), divergence.detach(), q
+    return loss, kl.detach(), q
 
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
     """One update of the online network; returns 0-dimensional tensors: loss, q_values (their mean), grad_norm. Raises
     RuntimeError where a gradient is not finite. `loss_function` is c51_loss or what torch.compile makes of it."""
-    slots, weights = replay.sample(batch_size, beta, generator)
-    actions, returns, discounts, after = replay.returns(slots)
+    slots, importance_weights = replay.sample(batch_size, beta, generator)
+    actions, returns, discounts, next_slots = replay.returns(slots)
+    states = replay.stacks(slots)
+    next_states = replay.stacks(next_slots)
     online.resample_noise(generator)
     target.resample_noise(generator)
-    loss, divergence, q = loss_function(online, target, replay.stacks(slots), actions, returns, discounts,
-                                        replay.stacks(after), weights)
+    loss, kl, q = loss_function(online, target, states, actions, returns, discounts, next_states, importance_weights)
     optimizer.zero_grad()
     loss.backward()
     grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm, error_if_nonfinite=True)
     optimizer.step()
-    replay.set_priorities(slots, divergence)
+    replay.set_priorities(slots, kl)
     return {"loss": loss.detach(), "q_values": q, "grad_norm": grad_norm}
 
 
 # -------------------------------------------------------------------------------------------------------- 6. Evaluation
 @torch.no_grad()
-def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
-    """Play one whole game for each of seeds (G,), each in its own of `envs`, without noise: (raw scores, moments).
+def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
+    """Play one whole game for each of seeds (G,), in a vector environment of G games, without noise: (raw scores,
+    moments).
 
-    `look(frames)` turns an array of B uint8 frames into what the network reads of each, (B, *) and counts (B,), and
-    whatever a figure needs. `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost
-    life does not blank the stack. Moments, of the first game's first 1,000 steps: frame, state, the rest of `look`."""
+    `preprocess(frames)` turns an array of B uint8 frames into what the network reads of each, (B, *) and counts (B,).
+    `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost life does not blank the stack.
+    Moments: (frame, state) of each of the first game's first 1,000 steps, for the figures.
+    """
     network.eval()
-    observation = np.concatenate([env.reset(seed=seeds[i : i + 1])[0] for i, env in enumerate(envs)])
-    scores, playing, moments, steps = np.zeros(len(seeds)), np.arange(len(seeds)), [], 0
+    observation, _ = envs.reset(seed=seeds)
+    scores = np.zeros(len(seeds))
+    actions = np.zeros(len(seeds), np.int64)
+    playing = np.arange(len(seeds))  # the games that are not over
+    moments = []
+    step = 0
     progress = tqdm(total=len(seeds), desc="evaluating", unit="game")
     while len(playing):
-        seen, count, *more = look(observation[playing, 0])
-        if steps == 0:  # before the game there is nothing to see: count 0
-            stacks = seen.new_zeros(len(seeds), frame_stack, *seen.shape[1:])  # (G, F, *)
+        features, count = preprocess(observation[playing, 0])
+        if step == 0:  # before the game there is nothing to see: count 0
+            stacks = features.new_zeros(len(seeds), frame_stack, *features.shape[1:])  # (G, S, *)
             counts = count.new_zeros(len(seeds), frame_stack)
-        stacks[playing] = torch.cat([stacks[playing, 1:], seen[:, None]], 1)
+        stacks[playing] = torch.cat([stacks[playing, 1:], features[:, None]], 1)
         counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
-        if playing[0] == 0 and steps < 1000:
+        if playing[0] == 0 and step < 1000:
             state = stacks[:1].clone(), counts[:1].clone()
-            moments.append((observation[0, 0].copy(), state, *(part[:1] for part in more)))
-        best = network.q_values(stacks[playing], counts[playing]).argmax(1).cpu().numpy()
-        random = rng.integers(envs[0].single_action_space.n, size=len(playing))
-        actions, over = np.where(rng.random(len(playing)) < epsilon, random, best), np.zeros(len(playing), bool)
-        for i, action in zip(playing, actions, strict=True):
-            envs[i].send(action[None])  # each game steps in a thread of its own; one that is over costs nothing
-        for n, i in enumerate(playing):
-            observation[i : i + 1], reward, terminated, truncated, info = envs[i].recv()
-            scores[i] += reward[0]
-            over[n] = truncated[0] or terminated[0] and info["lives"][0] == 0
-        steps += 1
-        progress.set_postfix(step=steps, refresh=steps % 50 == 0)
-        progress.update(int(over.sum()))
-        playing = playing[~over]
+            moments.append((observation[0, 0].copy(), state))
+
+        greedy = network.q_values(stacks[playing], counts[playing]).argmax(1).cpu().numpy()
+        random = rng.integers(envs.single_action_space.n, size=len(playing))
+        actions[playing] = np.where(rng.random(len(playing)) < epsilon, random, greedy)
+        observation, reward, terminated, truncated, info = envs.step(actions)
+        scores[playing] += reward[playing]
+        over = truncated | terminated & (info["lives"] == 0)
+        progress.update(int(over[playing].sum()))
+        playing = playing[~over[playing]]
+        step += 1
     progress.close()
     network.train()
     return scores.tolist(), moments
@@ -722,12 +748,15 @@ def evaluate(network, look, envs, seeds, frame_stack, epsilon, rng):
 def attended_patches(trunk, state, patch_ids):
     """Fig. 6, of the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
     the fewest with 60 % of the attention of [cls] (in mean pooling, of the patches) to them, averaged over heads."""
-    q, k, _, _ = trunk.attend(*state)
+    x, _ = trunk.tokens(*state)
+    q, k, _ = trunk.block.project(x[-1:])  # (1, h, 1+L, d) of the newest frame
+    scores = (q @ k.transpose(2, 3))[0] / q.shape[3] ** 0.5  # (h, 1+L, 1+L)
     selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
     if trunk.padding == "mask":  # padded rows neither query nor are attended to
-        q, k = q[:, :, : len(selected)], k[:, :, : 1 + len(selected)]
-    weights = (q[-1] @ k[-1].transpose(1, 2) / q.shape[3] ** 0.5).softmax(2)  # (H, T', 1+L) of the newest frame
-    attention = weights.mean((0, 1))[1 : 1 + len(selected)]  # (K,)
+        scores = scores[:, : 1 + len(selected), : 1 + len(selected)]
+    weights = scores.softmax(2).mean(0)  # (1+L, 1+L)
+    weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
+    attention = weights.mean(0)[1 : 1 + len(selected)]  # (K,)
     order = attention.argsort(descending=True)
     fewest = int((attention[order].cumsum(0) < 0.6 * attention.sum()).sum()) + 1
     return selected.tolist(), selected[order[:fewest]].tolist()
@@ -737,10 +766,12 @@ def mark_patches(frame, selected, attended, side, zoom=4):
     """The frame (H, W, 3) enlarged, its selected patches in red squares and the attended ones of them in yellow."""
     picture = frame.repeat(zoom, 0).repeat(zoom, 1)
     size = len(picture) // side
+    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
+    border = np.ones((size, size), bool)
+    border[2:-2, 2:-2] = False
     for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):
         for i in ids:
-            patch = picture[i // side * size :, i % side * size :][:size, :size]  # a view: what is painted here stays
-            patch[:2], patch[-2:], patch[:, :2], patch[:, -2:] = colour, colour, colour, colour
+            patches[i // side, i % side, border] = colour
     return picture
 
 
@@ -748,28 +779,36 @@ def draw_policy_attention(moments, side, path):
     """Fig. 6: eight of the moments (frame, ids of the selected patches, ids of the attended ones), as a PNG file."""
     figure = Figure(figsize=(12, 6.6), layout="constrained")
     for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(moments) - 1, 8).astype(int)):
-        axis.imshow(mark_patches(*moments[step], side))
-        axis.set_title(f"step {step}: {len(moments[step][2])} of {len(moments[step][1])} patches", fontsize=12)
+        frame, selected, attended = moments[step]
+        axis.imshow(mark_patches(frame, selected, attended, side))
+        axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected", fontsize=11)
         axis.axis("off")
-    figure.suptitle("Red: patches that the agent sees. Yellow: those with 60 % of its attention to them", fontsize=14)
-    write_whole(path, partial(figure.savefig, dpi=110))
+    figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention", fontsize=14)
+    write_whole(path, figure.savefig, dpi=110)
 
 
 def save_video(moments, side, path):
     """All moments (frame, ids of the selected patches, ids of the attended ones) as a GIF file."""
-    figure = Figure(figsize=(len(moments[0][0]) / 25, len(moments[0][0]) / 25), dpi=100)  # pixel by pixel, four fold
-    image = figure.figimage(mark_patches(*moments[0], side))
+    first = mark_patches(*moments[0], side)
+    figure = Figure(figsize=(len(first) / 100, len(first) / 100), dpi=100)  # pixel by pixel
+    image = figure.figimage(first)
     video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*moments[i], side)), len(moments))
-    write_whole(path, partial(video.save, writer=PillowWriter(fps=15)))
+    write_whole(path, video.save, writer=PillowWriter(fps=15))
 
 
 # ------------------------------------------------------------------------------------------------------------- 7. Files
-def write_whole(path, write):
-    """Call `write(temporary_path)`, then rename the file to `path`: a kill leaves it whole, or as it was before."""
+def write_whole(path, write, *content, **options):
+    """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
+    file to `path`: a kill leaves it whole, or as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # the ending stays: some writers read the format off it
-    write(temporary)
+    write(*content, temporary, **options)
     os.replace(temporary, path)
+
+
+def write_json(content, path):
+    """Write `content` as a JSON file, indented."""
+    path.write_text(json.dumps(content, indent=2))
 
 
 def read_checkpoint(path, device="cpu"):
@@ -777,36 +816,54 @@ def read_checkpoint(path, device="cpu"):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
             return dict(torch.load(path, map_location=device, weights_only=True))
-    except Exception as error:  # a damaged or foreign file can fail in any way
-        fail(f"{path} is not a checkpoint ({(str(error) or type(error).__name__).splitlines()[0]}); give another")
+    except OSError as error:
+        fail(f"{path} cannot be read ({error.strerror}); give another file")
+    except Exception:  # a damaged or foreign file can fail in any way
+        fail(f"{path} is not a checkpoint; give another file")
 
 
 def mae_sizes(args):
     """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
-    return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
-            "encoder_depth": args.encoder_depth, "encoder_heads": args.encoder_heads, "decoder_dim": args.decoder_dim,
-            "decoder_depth": args.decoder_depth, "decoder_heads": args.decoder_heads}
+    return {
+        "image_size": args.image_size,
+        "patch_size": args.patch_size,
+        "encoder_dim": args.encoder_dim,
+        "encoder_depth": args.encoder_depth,
+        "encoder_heads": args.encoder_heads,
+        "decoder_dim": args.decoder_dim,
+        "decoder_depth": args.decoder_depth,
+        "decoder_heads": args.decoder_heads,
+    }
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of random play's frames (n,), "lorenz_slope": theirs}, or None."""
-    write_whole(path, partial(torch.save, {
-        "model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args),
-        "salient_counts": salient_counts}))
+    """Write mae.pt. salient_counts: {"counts": K of random play's frames (n,), "lorenz_slope": theirs}, or {}."""
+    content = {
+        "model": mae.state_dict(),
+        "sizes": mae_sizes(args),
+        "env_id": args.env_id,
+        "args": vars(args),
+        "salient_counts": salient_counts,
+    }
+    write_whole(path, torch.save, content)
 
 
 def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
-    salient_counts, or None. Exits with status 2 if it does not fit."""
+    salient_counts, {} where there are none. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
+    model = content.get("model")
+    if not isinstance(model, dict) or "mask_token" not in model:
+        fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
+    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
+    for name, value in made_for.items():
+        if value != getattr(args, name):
+            fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
-        for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
-            if value != getattr(args, name, None):
-                fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
-        mae.load_state_dict(content["model"])
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        mae.load_state_dict(model)
+    except RuntimeError as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
-    return content.get("salient_counts")
+    return content.get("salient_counts") or {}
 
 
 def keep_freed_memory():
@@ -815,6 +872,109 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: the heap may keep this many free bytes
+
+
+def fail(message):
+    """Print one line about a bad argument to stderr and exit with status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_args():
+    """The command line as Args; with --resume, the arguments of the run that it names."""
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    if args.resume is None:
+        return args
+    if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
+        fail("--resume stands alone, for the run's own arguments hold; leave the other flags out")
+    run_dir = Path(args.resume)
+    try:
+        stored = json.loads((run_dir / "args.json").read_text())
+    except (OSError, ValueError):  # absent or damaged
+        stored = {}
+    if stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
+        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
+    return Args(**{**stored, "resume": args.resume})
+
+
+MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
+SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage"}
+SHARES |= {"gamma", "priority_exponent", "priority_weight", "eval_epsilon"}
+
+
+def check_each(args):
+    """Stop with one line if an argument cannot work whatever the others are."""
+    for name, value in vars(args).items():
+        if type(value) not in (int, float) or name in ("v_min", "v_max"):
+            continue
+        most = 1 if name in SHARES else 2**31
+        may_be_0 = name in MAY_BE_0 | SHARES
+        if not (0 < value <= most or value == 0 and may_be_0):  # written so that nan is refused
+            fail(f"--{name.replace('_', '-')} is {value}; give a number {'from' if may_be_0 else 'above'} 0 to {most}")
+
+    games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
+    if args.env_id not in games:
+        close = difflib.get_close_matches(args.env_id, games, n=3, cutoff=0.0)
+        fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
+    try:
+        ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
+    except OSError as error:
+        fail(f"--env-id {args.env_id}: its ROM cannot be read ({error}); install ale-py again, or unset ALE_ROMS_DIR")
+    if args.run_name and not args.resume and Path("runs", args.run_name).exists():
+        fail(f"--run-name {args.run_name}: runs/{args.run_name} is there already; give another name")
+
+
+def check_args(args):
+    """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
+    check_each(args)
+    num_patches = (args.image_size // args.patch_size) ** 2
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    least = args.batch_size + args.n_step + args.frame_stack
+    last = args.total_timesteps - args.train_frequency
+    for field in fields(args):
+        name = field.name
+        if getattr(args, name) == field.default or args.method == "de-rainbow-p" and name == "mae_frames":
+            continue
+        of_mae = name.startswith(("mae_", "image_", "patch_", "encoder_", "decoder_", "agent_"))
+        of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
+        if of_mae and args.method != "mae-all":
+            fail(f"--{name.replace('_', '-')} is not for --method {args.method}; leave it out")
+        if of_pretraining and args.mae_checkpoint is not None:
+            fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
+    if args.image_size % args.patch_size or num_patches < 9:
+        fail(
+            f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"
+        )
+    for part in ("encoder", "decoder", "agent"):
+        dim = getattr(args, f"{part}_dim")
+        heads = getattr(args, f"{part}_heads")
+        if dim % heads or dim % 4:
+            fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads} and of 4")
+    if args.method == "mae-all" and num_frames < args.mae_batch_size:
+        fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
+    if args.method == "de-rainbow-p" and num_frames <= args.n_step:
+        fail(f"--mae-frames {num_frames} must be above --n-step {args.n_step}: so many random steps come first")
+    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - args.mae_mask_spread:
+        fail(
+            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must stay from 0 to 1"
+        )
+    if not args.n_step < args.learning_starts <= last:
+        fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {last}")
+    if args.buffer_size < least:
+        fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack = {least}")
+    if not args.v_min < args.v_max:
+        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
+
+
+def pick_device(name):
+    """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError):  # PyTorch without CUDA, or no such device
+        fail(f"--device {name} is not here; give auto, cpu, or a CUDA device that is")
+    return torch.device(name)
 
 
 # -------------------------------------------------------------------------------------------------------------- 8. Main
@@ -827,29 +987,34 @@ if __name__ == "__main__":
         args.learning_starts = num_frames
     device = pick_device(args.device)
     keep_freed_memory()
-    torch.set_num_threads(args.threads or torch.get_num_threads())
-    name = f"{args.env_id[4:].split('-')[0]}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or Path("runs", args.run_name or name))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    game = args.env_id.removeprefix("ALE/").split("-")[0]
+    default_name = f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"  # time in milliseconds
+    run_dir = Path(args.resume or f"runs/{args.run_name or default_name}")
 
-    # MAE-All's auto-encoder: this run's own, the given one, or one to pre-train, which is done when mae.pt is there.
+    # MAE-All's auto-encoder: this run's own (after a resume), or the given one, or one to pre-train.
     if args.method == "mae-all":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
-        given = run_dir / "mae.pt" if (run_dir / "mae.pt").exists() else args.mae_checkpoint
-        if given is not None:
-            load_mae(given, mae, args)
+        own_mae = run_dir / "mae.pt"
+        ready_mae = own_mae if own_mae.exists() else args.mae_checkpoint
+        if ready_mae is not None:
+            load_mae(ready_mae, mae, args)
     if not args.resume:  # from here on things are created
         run_dir.mkdir(parents=True)
-        write_whole(run_dir / "args.json", lambda path: path.write_text(json.dumps(vars(args), indent=2)))
-    print(f"{args.method}, device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
+        write_whole(run_dir / "args.json", write_json, vars(args))
+    print(f"device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; if stopped: --resume {run_dir}")
     if args.method == "mae-all":
-        if given is None:
+        if ready_mae is None:
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
-            pretrain_mae(args, mae, frames[:num_frames], frames[num_frames:], device, run_dir / "mae")
-            save_mae(run_dir / "mae.pt", mae, args, None)
-            frames = None  # training needs their memory
-        elif not (run_dir / "mae.pt").exists():  # a copy: its `args` go on saying how it was made
-            write_whole(run_dir / "mae.pt", partial(shutil.copyfile, given))
+            held_out = frames[num_frames:]
+            frames = frames[:num_frames]
+            pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume is not None)
+            save_mae(own_mae, mae, args, salient_counts={})
+            del frames, held_out  # training needs their memory
+        elif ready_mae != own_mae:
+            write_whole(own_mae, shutil.copyfile, ready_mae)  # its `args` still say how it was made
         (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
         mae.eval().requires_grad_(False)
 
@@ -858,33 +1023,53 @@ if __name__ == "__main__":
     envs = make_envs(args, 1)
     num_actions = int(envs.single_action_space.n)
     if args.method == "mae-all":
-        look, side = partial(look_at_all_patches, mae), mae.side
-        frame_shape, dtype = (mae.num_patches, args.encoder_dim), torch.float16
-        make_trunk = partial(SalientPatchTransformer, args.encoder_dim, args.agent_dim, args.agent_heads)
+        preprocess = partial(embed_all_patches, mae)
+        trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads)
         trunk_dim = args.frame_stack * args.agent_dim
+        frame_shape = (mae.num_patches, args.encoder_dim)
+        frame_type = torch.float16
     else:
-        look, side = partial(look_at_pixels, device), 1
-        frame_shape, dtype = (84, 84), torch.uint8
-        make_trunk, trunk_dim = partial(DataEfficientCNN, args.frame_stack), 1024
-    online, target = (RainbowNetwork(make_trunk(), trunk_dim, num_actions, args.hidden_size, args.num_atoms, args.v_min,
-                                     args.v_max, args.noisy_std).to(device) for _ in range(2))
-    target.load_state_dict(online.state_dict())
+        preprocess = partial(prepare_pixels, device)
+        trunk = DataEfficientCNN(args.frame_stack)
+        trunk_dim = 1024
+        frame_shape = (84, 84)
+        frame_type = torch.uint8
+    online = RainbowNetwork(
+        trunk,
+        trunk_dim,
+        num_actions,
+        args.hidden_size,
+        args.num_atoms,
+        args.v_min,
+        args.v_max,
+        args.noisy_std,
+    ).to(device)
+    target = deepcopy(online)
     optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    replay = Replay(args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma,
-                    args.priority_exponent)
     loss_function = torch.compile(c51_loss, dynamic=False) if args.compile else c51_loss
+    replay = Replay(
+        args.buffer_size,
+        frame_shape,
+        frame_type,
+        device,
+        args.frame_stack,
+        args.n_step,
+        args.gamma,
+        args.priority_exponent,
+    )
     random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     # What has happened so far. The emulator's state is not saved: the game's seed and `actions` lead back to it.
-    run = SimpleNamespace(step=0, updates=0, games=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
+    run = SimpleNamespace(saved_step=0, updates=0, games=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
-    # Begin, or go on from the checkpoint.
-    saved = {"online": online, "target": target, "optimizer": optimizer}
-    if resumed := (run_dir / "checkpoint.pt").exists():
+    # Begin, or continue from the checkpoint.
+    modules = {"online": online, "target": target, "optimizer": optimizer}
+    resumed = (run_dir / "checkpoint.pt").exists()
+    if resumed:
         checkpoint = read_checkpoint(run_dir / "checkpoint.pt", device)
-        for name, part in saved.items():
-            part.load_state_dict(checkpoint[name])
+        for key, module in modules.items():
+            module.load_state_dict(checkpoint[key])
         vars(replay).update(checkpoint["replay"])
         generator.set_state(checkpoint["generator"].cpu())
         run = SimpleNamespace(**checkpoint["run"])
@@ -892,85 +1077,128 @@ if __name__ == "__main__":
     for action in run.actions:
         observation, *_ = envs.step(np.array([action]))
     if resumed and not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
-        fail(f"--resume {run_dir}: the game is not where it was at step {run.step}; resume with the same ale-py")
-    writer = SummaryWriter(run_dir, purge_step=run.step)  # what came after the checkpoint comes again
+        fail(f"--resume {run_dir}: the game is not where it was at step {run.saved_step}; resume with the same ale-py")
+    writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # what was logged after the checkpoint comes again
     if not resumed:
-        replay.append(*look(observation[:, 0])[:2], starts=True)
-        rows = "".join(f"\n|{name}|{value}|" for name, value in vars(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
+        replay.append(*preprocess(observation[:, 0]), starts=True)
 
-    began, since = time.perf_counter() - run.seconds, time.perf_counter()
-    progress = tqdm(range(run.step, args.total_timesteps + 1), "training", args.total_timesteps, initial=run.step)
+    began = time.perf_counter() - run.seconds
+    eval_frequency = args.eval_frequency or args.total_timesteps
+    steps = range(run.saved_step, args.total_timesteps + 1)
+    progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
     for step in progress:  # `step` steps have been taken
-        # Save and evaluate. Nothing of this step exists yet, so a run that is resumed here repeats it whole.
-        due = step == args.total_timesteps or step > 0 and args.eval_frequency and step % args.eval_frequency == 0
-        if step > run.step and (due or args.checkpoint_frequency and step % args.checkpoint_frequency == 0):
+        # Save. Nothing of this step exists yet, so a run that is resumed here repeats it whole.
+        evaluation_due = step > 0 and step % eval_frequency == 0 or step == args.total_timesteps
+        checkpoint_due = evaluation_due or args.checkpoint_frequency and step % args.checkpoint_frequency == 0
+        if checkpoint_due and step > run.saved_step:
             writer.flush()
-            run.step, run.seconds = step, time.perf_counter() - began
-            checkpoint = {name: part.state_dict() for name, part in saved.items()} | {
-                "replay": vars(replay), "generator": generator.get_state(), "run": vars(run),
-                "observation": torch.from_numpy(observation)}
-            write_whole(run_dir / "checkpoint.pt", partial(torch.save, checkpoint))
-        if due:  # always the same games, so that evaluations differ by the weights alone
+            run.saved_step = step
+            run.seconds = time.perf_counter() - began
+            checkpoint = {
+                **{key: module.state_dict() for key, module in modules.items()},
+                "replay": vars(replay),
+                "generator": generator.get_state(),
+                "run": vars(run),
+                "observation": torch.from_numpy(observation),
+            }
+            write_whole(run_dir / "checkpoint.pt", torch.save, checkpoint)
+
+        # Evaluate, always on the same games, so that evaluations differ by the weights alone.
+        if evaluation_due:
+            eval_envs = make_envs(args, args.eval_episodes)
             scores, moments = evaluate(
-                online, look, [make_envs(args, 1) for _ in range(args.eval_episodes)],
-                game_seeds(args.seed, EVALUATE, num=args.eval_episodes), args.frame_stack, args.eval_epsilon,
-                np.random.default_rng([args.seed, EVALUATE]))
+                online,
+                preprocess,
+                eval_envs,
+                game_seeds(args.seed, EVALUATE, num=args.eval_episodes),
+                args.frame_stack,
+                args.eval_epsilon,
+                np.random.default_rng([args.seed, EVALUATE]),
+            )
+            eval_envs.close()
+            median = float(np.median(scores))
             writer.add_scalar("eval/mean", np.mean(scores), step)
-            writer.add_scalar("eval/median", np.median(scores), step)
-            run.evaluations.append({"step": step, "scores": scores, "median": float(np.median(scores))})
+            writer.add_scalar("eval/median", median, step)
+            run.evaluations.append({"step": step, "scores": scores, "median": median})
             best = max(run.evaluations, key=lambda evaluation: evaluation["median"])  # the first of equals
             if best["step"] == step:  # so far it is the one to report
-                write_whole(run_dir / "agent.pt", partial(torch.save, {
-                    "model": online.state_dict(), "env_id": args.env_id, "args": vars(args), "step": step}))
+                agent = {
+                    "model": online.state_dict(),
+                    "env_id": args.env_id,
+                    "args": vars(args),
+                    "step": step,
+                }
+                write_whole(run_dir / "agent.pt", torch.save, agent)
                 if args.method == "mae-all":
-                    moments = [(frame, *attended_patches(online.trunk, *seen)) for frame, *seen in moments]
-                    draw_policy_attention(moments, side, run_dir / "figures" / "policy_attention.png")
+                    side = mae.side
+                    patch_ids = torch.arange(mae.num_patches, device=device)[None]
+                    marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in moments]
+                    draw_policy_attention(marked, side, run_dir / "figures" / "policy_attention.png")
                 else:  # grey as RGB, nothing marked
-                    moments = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in moments]
+                    side = 1
+                    marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in moments]
                 if args.capture_video:
-                    save_video(moments, side, run_dir / "videos" / "policy.gif")
+                    save_video(marked, side, run_dir / "videos" / "policy.gif")
         if step == args.total_timesteps:
             break
 
+        # Act.
         if step < args.learning_starts:
             action = int(random_actions[step])
         else:
             with torch.no_grad():  # greedy: its noise explores
-                action = int(online.q_values(*replay.stacks(torch.tensor([replay.slot], device=device))).argmax())
+                state = replay.stacks(torch.tensor([replay.slot], device=device))
+                action = int(online.q_values(*state).argmax())
 
+        # Step.
         observation, reward, terminated, truncated, info = envs.step(np.array([action]))
-        ended, cut_off = bool(terminated[0]), bool(truncated[0])  # a life or the game ended; the game was cut off
-        over = cut_off or ended and info["lives"][0] == 0
+        life_ended = bool(terminated[0])
+        cut_off = bool(truncated[0])
+        game_ended = cut_off or (life_ended and info["lives"][0] == 0)
         run.score += float(reward[0])
         run.actions.append(action)
-        replay.complete(action, float(np.clip(reward[0], -1, 1)), ended)  # Table 9: rewards are clipped to [-1, 1]
-        if cut_off and not ended:  # the game's last state still has a value
-            replay.append(*look(observation[:, 0])[:2], starts=False)
-            replay.truncate()
-        if over:
-            writer.add_scalar("charts/episodic_return", run.score, step)
-            writer.add_scalar("charts/episodic_length", len(run.actions), step)
-            progress.set_postfix(score=run.score, games=run.games + 1)
-            run.scores.append((step, run.score))
-            run.games, run.score, run.actions = run.games + 1, 0.0, []
-            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, run.games))  # in place of the automatic one
-        replay.append(*look(observation[:, 0])[:2], starts=ended or over)
 
+        # Store, and begin the next game where one has ended.
+        clipped_reward = float(np.clip(reward[0], -1, 1))  # Table 9
+        replay.complete(action, clipped_reward, life_ended)
+        if cut_off and not life_ended:  # the game's last state still has a value
+            replay.append(*preprocess(observation[:, 0]), starts=False)
+            replay.truncate()
+        if game_ended:
+            writer.add_scalar("charts/episodic_return", run.score, step)
+            run.scores.append((step, run.score))
+            run.games += 1
+            progress.set_postfix(score=run.score, games=run.games)
+            run.score = 0.0
+            run.actions = []
+            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, run.games))  # in place of the automatic one
+        replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
+
+        # Learn.
         if step >= args.learning_starts and step % args.train_frequency == 0:
-            past = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
-            beta = args.priority_weight + (1 - args.priority_weight) * past
-            metrics = learn(online, target, optimizer, replay, args.batch_size, beta, args.max_grad_norm, generator,
-                            loss_function)
+            done = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+            beta = args.priority_weight + (1 - args.priority_weight) * done
+            metrics = learn(
+                online,
+                target,
+                optimizer,
+                replay,
+                args.batch_size,
+                beta,
+                args.max_grad_norm,
+                generator,
+                loss_function,
+            )
             run.updates += 1
             if run.updates % args.target_update_frequency == 0:
                 target.load_state_dict(online.state_dict())
             if run.updates % 100 == 0:
-                for name, value in metrics.items():
-                    writer.add_scalar(f"losses/{name}", value.item(), step)
+                for key, value in metrics.items():
+                    writer.add_scalar(f"losses/{key}", value.item(), step)
+
+        # Log.
         if step % 100 == 99:
-            writer.add_scalar("charts/SPS", 100 / (time.perf_counter() - since), step)
-            since = time.perf_counter()
+            writer.add_scalar("charts/SPS", step / (time.perf_counter() - began), step)
 
     # The report.
     envs.close()
@@ -978,14 +1206,25 @@ if __name__ == "__main__":
     scores = best["scores"]
     measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
     results = {
-        "env_id": args.env_id, "method": args.method, "seed": args.seed, "args": vars(args),
+        "env_id": args.env_id,
+        "method": args.method,
+        "seed": args.seed,
+        "args": vars(args),
         "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
-        "mean": float(np.mean(scores)), "median": float(np.median(scores)), "scores": scores,
-        "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None, "evaluations": run.evaluations,
-        "training_scores": run.scores, "steps": step, "updates": run.updates, "games": run.games,
-        "training_seconds": time.perf_counter() - began, "device": str(device), "threads": torch.get_num_threads(),
+        "mean": float(np.mean(scores)),
+        "median": float(np.median(scores)),
+        "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+        "scores": scores,
+        "evaluations": run.evaluations,
+        "training_scores": run.scores,
+        "steps": step,
+        "updates": run.updates,
+        "games": run.games,
+        "training_seconds": time.perf_counter() - began,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
-    write_whole(run_dir / "results.json", lambda path: path.write_text(json.dumps(results, indent=2)))
+    write_whole(run_dir / "results.json", write_json, results)
     (run_dir / "checkpoint.pt").unlink(missing_ok=True)
     print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")

@@ -9,9 +9,10 @@ cannot rebuild from the patches around it is salient, and the Lorenz curve of a 
     python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21  # another game, sooner
     python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000         # look at what one has learned
 
-Shape letters: B batch, P patches a side, N = P**2, p pixels a patch's side, D width of a layer, T tokens, H attention
-heads, d = D / H, K patches selected or seen by the encoder, M neighbourhoods. (In code F is torch.nn.functional; a
-frame is H by W pixels.)
+Shape letters, with their values at the paper's sizes: B batch (64); H, W height and width of a frame (96); N patches of
+a frame (144); C numbers in a patch (192 = 8 x 8 x 3); K patches that were selected, or that the encoder sees; M
+neighbourhoods; T tokens; D width of a layer (64 or 128); h attention heads (4 or 8); d = D / h (16). In code F is
+torch.nn.functional.
 """
 
 import argparse
@@ -24,9 +25,9 @@ import sys
 import time
 from collections import ChainMap, OrderedDict
 from dataclasses import dataclass, fields
-from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import ale_py
@@ -42,6 +43,7 @@ from tqdm import tqdm
 
 gym.register_envs(ale_py)
 
+
 # --------------------------------------------------------------------------------------------------------- 1. Arguments
 @dataclass
 class Args:
@@ -51,11 +53,11 @@ class Args:
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     device: str = "auto"  # auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; an absent one is an error
     threads: int = 0  # CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine
-    run_name: str = ""  # name of the run's folder in runs/ (default: {game}__{script}__{seed}__{time})
-    resume: str | None = None  # folder of an unfinished run to go on with, with its own arguments: give no other flag
+    run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
+    resume: str | None = None  # folder of an unfinished run to continue, with its own arguments: give no other flag
 
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
-    mae_frames: int | None = None  # frames of random play (default: Table 6's, 5,000 for Frostbite, 50,000 for others)
+    mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
     mae_epochs: int = 50  # passes over those frames, the first tenth of them to warm the learning rate up (Table 5)
     mae_batch_size: int = 64  # frames per pre-training step (Table 5)
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
@@ -73,7 +75,7 @@ class Args:
     decoder_depth: int = 3  # Transformer layers of the decoder (Table 4)
     decoder_heads: int = 8  # attention heads of the decoder (Table 4)
 
-    # most patches kept, as a share of all (default: Table 13's for the paper's four games, mr* for any other)
+    # most patches kept, as a share of all; without it Table 13's for the paper's four games, mr* for any other
     max_ratio: float | None = None
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
     # divides the curve's rise over two patches by one patch's step, which makes it 0.5
@@ -81,79 +83,19 @@ class Args:
     coverage: float = 0.999  # mr* keeps every salient patch of more than this share of the frames (Appendix B.5)
 
 
-def fail(message):
-    """Print one line about a bad argument to stderr and exit with status 2."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def parse_args():
-    """The command line as Args; with --resume, the arguments of the run that it names."""
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
-    if args.resume is None:
-        return args
-    if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
-        fail("--resume stands alone, for the run's own arguments hold; leave the other flags out")
-    path = Path(args.resume, "args.json")
-    stored = json.loads(path.read_text()) if path.is_file() else {}
-    if stored.keys() != vars(args).keys() or path.with_name("results.json").exists():
-        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    return Args(**{**stored, "resume": args.resume})
-
-
-def check_each(args):
-    """Stop with one line if an argument cannot work whatever the others are."""
-    from_0_to_1 = "mae_mask_spread gamma priority_exponent priority_weight eval_epsilon".split()
-    from_0 = from_0_to_1 + "seed threads checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
-    up_to_1 = from_0_to_1 + ["mae_mask_ratio", "max_ratio", "coverage"]
-    for name, value in vars(args).items():
-        if type(value) in (int, float):
-            low, high = -(2**31) if name in ("v_min", "v_max") else 0, 1 if name in up_to_1 else 2**31
-            if not (low < value <= high or value == 0 and name in from_0):  # written so that nan is refused
-                above = f"from {low}" if name in from_0 else f"above {low}"
-                fail(f"--{name.replace('_', '-')} is {value}; give a number {above} to {high}")
-    games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
-    if args.env_id not in games:
-        close = difflib.get_close_matches(args.env_id, games, n=3, cutoff=0.0)
-        fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
-    if args.run_name and not args.resume and Path("runs", args.run_name).exists():
-        fail(f"--run-name {args.run_name}: runs/{args.run_name} is there already; give another name")
-
-
-def check_args(args):
-    """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
-    check_each(args)
-    num_patches = (args.image_size // args.patch_size) ** 2
-    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    for holds, rule in (
-        (args.image_size % args.patch_size == 0 and num_patches >= 9,
-         f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"),
-        (args.mae_checkpoint or num_frames >= args.mae_batch_size,
-         f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}"),
-        (args.encoder_dim % args.encoder_heads == args.decoder_dim % args.decoder_heads == 0
-         and args.encoder_dim % 4 == args.decoder_dim % 4 == 0,
-         "--encoder-dim and --decoder-dim must be multiples of their heads and of 4"),
-        (args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread,
-         f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must stay between 0 and "
-         f"{1 - 1 / num_patches:.3f}, so that the encoder sees a patch"),
-        (args.max_ratio is None or ratio_to_patches(args.max_ratio, num_patches) > 0,
-         f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches"),
-        (args.coverage < 1, f"--coverage {args.coverage} must be below 1: mr* keeps more than that share whole"),
-    ):
-        if not holds:
-            fail(rule)
-    looked = ("mae_checkpoint", "mae_frames")
-    for field in fields(args) if args.mae_checkpoint else ():
-        if field.name.startswith("mae_") and field.name not in looked and getattr(args, field.name) != field.default:
-            fail(f"--{field.name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
-
-
-def pick_device(name):
-    """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
-    here = ["cpu"] + ["cuda"] * torch.cuda.is_available() + [f"cuda:{n}" for n in range(torch.cuda.device_count())]
-    if name not in ["auto", *here]:
-        fail(f"--device {name} is not here; give auto, {', '.join(here)}")
-    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
+PAPER_MAX_RATIO = {  # the adopted ratios of Table 13; mr* for every other game
+    "ALE/Frostbite-v5": 0.35,
+    "ALE/MsPacman-v5": 0.30,
+    "ALE/Seaquest-v5": 0.20,
+    "ALE/BattleZone-v5": 0.30,
+}
+PAPER_IDEAL_RATIO = {  # the paper's mr* (Appendix B.5)
+    "ALE/Frostbite-v5": 0.40,
+    "ALE/MsPacman-v5": 0.35,
+    "ALE/Seaquest-v5": 0.20,
+    "ALE/BattleZone-v5": 0.30,
+}
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
@@ -166,15 +108,23 @@ def make_envs(args, num_envs):
     rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end
     `info["lives"] == 0`. After it comes ale-py's autoreset step, which we pre-empt with a seeded reset."""
     return gym.make_vec(
-        args.env_id, num_envs,
+        args.env_id,
+        num_envs,
         vectorization_mode="vector_entry_point",  # ale-py's AtariVectorEnv; its defaults are not the paper's
-        img_height=args.image_size, img_width=args.image_size, grayscale=False,
+        img_height=args.image_size,
+        img_width=args.image_size,
+        grayscale=False,
         stack_num=1,  # the replay stacks: each frame is then embedded and stored once
-        frameskip=4, maxpool=True, noop_max=30, use_fire_reset=True, full_action_space=False,
+        frameskip=4,
+        maxpool=True,
+        noop_max=30,
+        use_fire_reset=True,
+        full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
         episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
-        life_loss_info=True, max_num_frames_per_episode=args.max_episode_frames,
+        life_loss_info=True,
+        max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
@@ -196,78 +146,116 @@ def sincos_positions(dim, side):
 
 
 class Block(nn.Module):
-    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')). Tokens where
-    `mask` (B, 1, 1, T) is False are not attended to. With `row` (B,) only that token's z is computed: (B, 1, D)."""
+    """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
+    sums where `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. With `row` (B,) only
+    that token's z is computed: (B, 1, D)."""
 
-    def __init__(self, dim, heads):
+    def __init__(self, dim, heads, residual=True):
         super().__init__()
         self.heads = heads
+        self.residual = residual
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "proj": nn.Linear(dim, dim)})
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
 
-    def forward(self, x, mask=None, row=None):
+    def project(self, x):
+        """Queries, keys and values of all tokens, (B, h, T, d) each."""
         qkv = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
+        return qkv.permute(2, 0, 3, 1, 4)
+
+    def forward(self, x, mask=None, row=None):
+        q, k, v = self.project(x)
         if row is not None:  # only its query is needed
             batch = torch.arange(len(x), device=x.device)
-            x, q = x[batch, row][:, None], q[batch, :, row][:, :, None]  # (B, 1, D), (B, H, 1, d)
-        with torch.autocast(x.device.type, enabled=False):  # under --mae-amp this stays float32: on a CPU it is faster
-            looked = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
-        x = x + self.attn.proj(looked.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
+            x = x[batch, row][:, None]  # (B, 1, D)
+            q = q[batch, :, row][:, :, None]  # (B, h, 1, d)
+        with torch.autocast(x.device.type, enabled=False):  # attention in float32 also under --mae-amp: faster on a CPU
+            attended = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+        attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
+        x = x + attended if self.residual else attended
+        z = self.mlp(self.norm2(x))
+        return x + z if self.residual else z
 
 
 def normalize_patches(patches):
-    """Eq. (2): each patch (..., p*p*3) minus its own mean, over its own (unbiased) standard deviation."""
-    return (patches - patches.mean(-1, keepdim=True)) / (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation."""
+    mean = patches.mean(-1, keepdim=True)
+    variance = patches.var(-1, keepdim=True)
+    return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 class MaskedAutoencoder(nn.Module):
     """A small MAE (He et al. 2022; Table 4): a narrow encoder that sees some patches, a wider decoder that paints all.
-    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load."""
+    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load.
+    Raises ValueError unless image_size is a multiple of patch_size."""
 
-    def __init__(self, image_size=96, patch_size=8, encoder_dim=64, encoder_depth=3, encoder_heads=4,
-                 decoder_dim=128, decoder_depth=3, decoder_heads=8):
+    def __init__(
+        self,
+        image_size=96,
+        patch_size=8,
+        encoder_dim=64,
+        encoder_depth=3,
+        encoder_heads=4,
+        decoder_dim=128,
+        decoder_depth=3,
+        decoder_heads=8,
+        channels=3,
+    ):
         super().__init__()
-        self.patch_size, self.side = patch_size, image_size // patch_size
+        if image_size % patch_size:
+            raise ValueError(f"image_size is {image_size}; it must be a multiple of patch_size, {patch_size}")
+        self.image_shape = (image_size, image_size, channels)
+        self.patch_size = patch_size
+        self.side = image_size // patch_size  # patches a side
         self.num_patches = self.side**2
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, encoder_dim, patch_size, stride=patch_size)})
+
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(channels, encoder_dim, patch_size, stride=patch_size)})
         self.cls_token = nn.Parameter(torch.randn(1, 1, encoder_dim) * 0.02)
         self.register_buffer("pos_embed", sincos_positions(encoder_dim, self.side)[None])  # (1, 1+N, D)
         self.blocks = nn.ModuleList(Block(encoder_dim, encoder_heads) for _ in range(encoder_depth))
         self.norm = nn.LayerNorm(encoder_dim, eps=1e-6)
+
         self.decoder_embed = nn.Linear(encoder_dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.randn(1, 1, decoder_dim) * 0.02)
         self.register_buffer("decoder_pos_embed", sincos_positions(decoder_dim, self.side)[None])
         self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads) for _ in range(decoder_depth))
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
-        self.decoder_pred = nn.Linear(decoder_dim, 3 * patch_size**2)
+        self.decoder_pred = nn.Linear(decoder_dim, channels * patch_size**2)
+
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
                 nn.init.zeros_(module.bias)
 
     def patchify(self, frames):
-        """Flat patches (B, N, p*p*3) of frames (B, H, W, 3), row by row, of the same type."""
-        B, p, P = len(frames), self.patch_size, self.side
-        return frames.reshape(B, P, p, P, p, 3).transpose(2, 3).reshape(B, P * P, p * p * 3)
+        """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flat. Raises ValueError for frames
+        of another type or shape: channels come last."""
+        if frames.dtype != torch.uint8 or frames.shape[1:] != self.image_shape:
+            raise ValueError(
+                f"frames are {frames.dtype} of shape {tuple(frames.shape)}; they must be torch.uint8 of shape "
+                f"(B, {', '.join(map(str, self.image_shape))})"
+            )
+        rows_and_columns = frames.unflatten(2, (self.side, self.patch_size)).unflatten(1, (self.side, self.patch_size))
+        return rows_and_columns.transpose(2, 3).flatten(3).flatten(1, 2) / 255
 
     def encode(self, patches, ids, present=None):
-        """Encoder outputs (B, 1+K, D), [cls] first, for flat patches (B, K, p*p*3) in [0, 1] at the places ids (B, K).
-        Patches where `present` (B, K) is False attend to the others, but are not attended to."""
-        proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each flat patch
-        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias) + self.pos_embed[0, 1:][ids]
+        """Encoder outputs (B, 1+K, D), [cls] first, for patches (B, K, C) in [0, 1] at the places ids (B, K). Patches
+        where `present` (B, K) is False attend to the others, but are not attended to."""
+        proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each patch
+        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, K, D)
+        x = x + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-        mask = None if present is None else F.pad(present, (1, 0), value=True)[:, None, None]  # [cls] is always there
+        mask = None
+        if present is not None:
+            mask = F.pad(present, (1, 0), value=True)[:, None, None]  # [cls] is always attended to
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
-        """All N patches, normalised as in Eq. (2), (B, N, p*p*3), from encode's output for the patches ids (B, K). With
-        `wanted` (B,) only that patch of each, (B, p*p*3): the last layer then computes no other."""
+        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's output for the patches ids (B, K). With
+        `wanted` (B,) only that patch of each, (B, C): the last layer then computes no other."""
         x = self.decoder_embed(latent)  # (B, 1+K, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
@@ -279,33 +267,37 @@ class MaskedAutoencoder(nn.Module):
         return x[:, 1:] if wanted is None else x[:, 0]
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
-        """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, p*p*3), mask (B, N): 0 keep, 1 removed). The
-        loss is over all patches, visible and masked. `generator` draws the masks on the frames' device."""
-        patches = self.patchify(frames).float() / 255
+        """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, C), mask (B, N): 0 keep, 1 removed). The loss
+        is over all patches, visible and masked. `generator` draws the masks on the frames' device."""
+        patches = self.patchify(frames)
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
-        kept = noise.argsort(1)[:, : int(self.num_patches * (1 - mask_ratio))]  # (B, K), a random subset
-        prediction = self.decode(self.encode(patches.take_along_dim(kept[..., None], 1), kept), kept)
+        num_visible = int(self.num_patches * (1 - mask_ratio))
+        ids = noise.argsort(1)[:, :num_visible]  # (B, K), a random subset
+        visible = patches.take_along_dim(ids[..., None], 1)  # (B, K, C)
+        prediction = self.decode(self.encode(visible, ids), ids)
         loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
-        return loss, prediction, torch.ones_like(noise).scatter(1, kept, 0.0)
+        mask = torch.ones_like(noise).scatter(1, ids, 0.0)
+        return loss, prediction, mask
 
 
-PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
-HELD_OUT_FRAMES = 256  # frames collected after those, never trained on, to measure the loss on
+HELD_OUT_FRAMES = 256  # frames collected after those of pre-training, never trained on, to measure the loss on
 
 
 def collect_random_frames(args, num_frames):
-    """Frames (num_frames, H, W, 3), a uint8 array, of uniformly random play of first lives: at a lost life a new game
+    """uint8 frames (num_frames, H, W, 3) of uniformly random play of first lives: when a life is lost a new game
     begins, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
     env = make_envs(args, 1)
     rng = np.random.default_rng([args.seed, COLLECT])
-    frames = np.empty((num_frames, args.image_size, args.image_size, 3), np.uint8)
-    games, over = 0, True
+    frames = torch.empty(num_frames, args.image_size, args.image_size, 3, dtype=torch.uint8)
+    num_games = 0
+    over = True
     for i in tqdm(range(num_frames), "collecting frames", unit="frame"):
         if over:
-            observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, games))
-            games += 1
-        frames[i] = observation[0, 0]
-        observation, _, terminated, truncated, _ = env.step(rng.integers(env.single_action_space.n, size=1))
+            observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, num_games))
+            num_games += 1
+        frames[i] = torch.from_numpy(observation[0, 0])
+        action = rng.integers(env.single_action_space.n, size=1)
+        observation, _, terminated, truncated, _ = env.step(action)
         over = terminated[0] or truncated[0]  # a lost life terminates too
     env.close()
     return frames
@@ -314,32 +306,49 @@ def collect_random_frames(args, num_frames):
 def warmup_cosine(step, steps, peak):
     """Learning rate at a step of `steps`: up in a straight line for a tenth of them, then half a cosine to 0."""
     warmup = steps / 10
-    return peak * min(step / warmup, 0.5 + 0.5 * math.cos(math.pi * max(0, step - warmup) / (steps - warmup)))
+    if step < warmup:
+        return peak * (step / warmup)
+    return peak * (0.5 + 0.5 * math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def pretrain_mae(args, mae, frames, held_out, device, folder):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`. Returns
-    {"loss": [(step, value), ...], "held_out_loss": the same}. `folder` gets TensorBoard's curves and, after each epoch,
-    checkpoint.pt; if it is there, training goes on from it. Raises RuntimeError where a gradient is not finite. With
-    args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36."""
-    frames, held_out = torch.from_numpy(frames), torch.from_numpy(held_out).to(device)
-    groups = [{"params": [p for p in mae.parameters() if p.ndim > 1], "weight_decay": args.mae_weight_decay},
-              {"params": [p for p in mae.parameters() if p.ndim <= 1], "weight_decay": 0.0}]  # biases and LayerNorm
+def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`, more such
+    frames. Returns {"loss": one value a step, "held_out_loss": one an epoch}.
+
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
+    With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
+    Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
+    """
+    if len(frames) < args.mae_batch_size:
+        raise ValueError(f"there are {len(frames)} frames; a batch (mae_batch_size) needs {args.mae_batch_size}")
+    device = mae.pos_embed.device
+    held_out = held_out.to(device)
+    parameters = list(mae.parameters())
+    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
+    not_decayed = [parameter for parameter in parameters if parameter.ndim <= 1]  # biases and LayerNorm
+    groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
     peak = args.mae_learning_rate * args.mae_batch_size / 256
-    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps, first_epoch, losses = args.mae_epochs * batches, 0, {"loss": [], "held_out_loss": []}
-    if (folder / "checkpoint.pt").exists():
-        checkpoint = read_checkpoint(folder / "checkpoint.pt")
+    steps = args.mae_epochs * batches
+    first_epoch = 0
+    losses = {"loss": [], "held_out_loss": []}
+
+    path = folder / "checkpoint.pt"
+    if resume and path.exists():
+        checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        first_epoch, losses = checkpoint["epoch"], checkpoint["losses"]
-    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # what came after the checkpoint comes again
+        first_epoch = checkpoint["epoch"]
+        losses = checkpoint["losses"]
+
+    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # what was logged after the checkpoint comes again
     progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches, unit="batch")
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
         order = torch.from_numpy(rng.permutation(len(frames)))
         masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, epoch)[0]))
+
         for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
@@ -348,19 +357,25 @@ def pretrain_mae(args, mae, frames, held_out, device, folder):
                 loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.get_total_norm([p.grad for p in mae.parameters()], error_if_nonfinite=True)
+            nn.utils.get_total_norm([parameter.grad for parameter in parameters], error_if_nonfinite=True)
             optimizer.step()
-            losses["loss"].append((step, loss.item()))
+            losses["loss"].append(loss.item())
             writer.add_scalar("mae/loss", loss.item(), step)
             progress.update()
+
         with torch.no_grad():  # under the same masks each time
             held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, torch.Generator(device).manual_seed(0))
-        losses["held_out_loss"].append((step, held_out_loss.item()))
+        losses["held_out_loss"].append(held_out_loss.item())
         writer.add_scalar("mae/held_out_loss", held_out_loss.item(), step)
         writer.flush()
-        progress.set_postfix(epoch=epoch + 1, loss=f"{loss.item():.4f}", held_out=f"{held_out_loss.item():.4f}")
-        write_whole(folder / "checkpoint.pt", partial(torch.save, {
-            "model": mae.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1, "losses": losses}))
+        progress.set_postfix(held_out_loss=held_out_loss.item())
+        checkpoint = {
+            "model": mae.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "epoch": epoch + 1,
+            "losses": losses,
+        }
+        write_whole(path, torch.save, checkpoint)
     progress.close()
     writer.close()
     return losses
@@ -370,20 +385,23 @@ def pretrain_mae(args, mae, frames, held_out, device, folder):
 def surrounding_patches(side):
     """surr(i, j): for each of the side**2 patches a list of the ids of the 8 around it (5 on an edge, 3 in a corner).
     The paper's formula, read literally, gives the four diagonal ones; its figures and the authors' code have all 8."""
-    ids = range(side)
-    return [[i * side + j for i in ids for j in ids if max(abs(i - row), abs(j - column)) == 1]
-            for row in ids for column in ids]
+    surroundings = []
+    for row, column in product(range(side), repeat=2):
+        rows = range(max(0, row - 1), min(side, row + 2))
+        columns = range(max(0, column - 1), min(side, column + 2))
+        surroundings.append([side * i + j for i in rows for j in columns if (i, j) != (row, column)])
+    return surroundings
 
 
 @torch.no_grad()
 def rebuild_from_surroundings(mae, frames):
-    """Eq. (3): each patch of uint8 frames (B, H, W, 3) as rebuilt from those around it alone, (B, N, p*p*3)."""
-    patches = mae.patchify(frames).float() / 255
+    """Eq. (3): each patch of uint8 frames (B, H, W, 3) as rebuilt from those around it alone, (B, N, C)."""
+    patches = mae.patchify(frames)
     rebuilt = torch.empty_like(patches)
-    for place, around in enumerate(surrounding_patches(mae.side)):
-        ids = torch.tensor(around, device=frames.device).expand(len(frames), -1)
-        seen = patches.take_along_dim(ids[..., None], 1)  # (B, 3 to 8, p*p*3)
-        rebuilt[:, place] = mae.decode(mae.encode(seen, ids), ids)[:, place]
+    for place, surroundings in enumerate(surrounding_patches(mae.side)):
+        ids = torch.tensor(surroundings, device=frames.device).expand(len(frames), -1)
+        visible = patches.take_along_dim(ids[..., None], 1)  # (B, 3 to 8, C)
+        rebuilt[:, place] = mae.decode(mae.encode(visible, ids), ids)[:, place]
     return rebuilt
 
 
@@ -394,64 +412,71 @@ def reconstruction_error_map(mae, frames):
     paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE a
     patch; `ErrorMapCache` gives the same values far faster.
     """
-    target = normalize_patches(mae.patchify(frames).float() / 255)  # Eq. (2)
+    target = normalize_patches(mae.patchify(frames))  # Eq. (2)
     return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
 
 
 class ErrorMapCache:
-    """How badly a frozen MAE rebuilds each patch from those around it: `cache(frames)` -> errors E (B, N), float32.
+    """`reconstruction_error_map` of a frozen MAE, fast: `cache(frames)` -> errors E (B, N), float32.
 
-    E is the mean squared difference to the patch's normalised pixels, which is what the MAE learned to rebuild (the
-    paper's formula compares with raw pixels and sums the colours). By Eq. (3) it depends only on the patch's place and
-    on the pixels of the 3x3 patches around it, and most of an Atari frame looks as it did before. So a neighbourhood
-    goes through the MAE when it is first seen, and from then on a dict from (place, pixels) to error answers. Its keys
-    are 64-bit hashes: that any two of four million neighbourhoods share one has odds below one in a million. When
-    `size` errors are kept (180 bytes each), the oldest goes. `known`, the `errors` of another cache, is read too but
-    not written to: evaluation keeps what it finds apart. `misses` counts the neighbourhoods that were computed.
+    By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
+    Atari frame looks as it did before. So a neighbourhood goes through the MAE when it is first seen, and from then on
+    a dict from (place, pixels) to error answers. Its keys are 64-bit hashes: the odds that any two of four million
+    neighbourhoods share one are below one in a million. When `size` errors are stored (180 bytes each), the oldest
+    goes. `read_only`, the `errors` of another cache, is read too but not written to: evaluation stores what it computes
+    in a cache of its own. `misses` counts the neighbourhoods that were computed.
     """
 
-    def __init__(self, mae, size=2**22, known=None):
-        self.mae, self.size, self.misses = mae, size, 0
+    def __init__(self, mae, size=2**22, read_only=None):
+        self.mae = mae
+        self.size = size
+        self.misses = 0
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        self.known = ChainMap(self.errors, known or {})
-        around, device = surrounding_patches(mae.side), mae.pos_embed.device
+        self.known = ChainMap(self.errors, read_only or {})
         # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
         # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
-        self.around = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in around], device=device)  # (N, 8)
-        self.present = torch.tensor([[k < len(ids) for k in range(8)] for ids in around], device=device)
+        device = mae.pos_embed.device
+        surroundings = surrounding_patches(mae.side)
+        self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings], device=device)
+        self.present = torch.tensor([[i < len(ids) for i in range(8)] for ids in surroundings], device=device)  # (N, 8)
 
     @torch.no_grad()
     def __call__(self, frames):
         """E (B, N), float32, of uint8 frames (B, H, W, 3); on their device, whatever the MAE's."""
         hashes = self.hashes(frames)
         errors = {key: self.known.get(key) for key in hashes}
-        new = {key: at for at, key in enumerate(hashes) if errors[key] is None}  # hash: frame * N + place
+        new = {key: index for index, key in enumerate(hashes) if errors[key] is None}  # index = frame * N + place
         if new:
-            patches = self.mae.patchify(frames.to(self.around.device))  # (B, N, p*p*3)
-            at = torch.tensor(list(new.values()), device=patches.device)
-            computed = torch.cat([self.compute(patches, some) for some in at.split(32)])
+            patches = self.mae.patchify(frames.to(self.surroundings.device))  # (B, N, C)
+            indices = torch.tensor(list(new.values()), device=patches.device)  # (M,)
+            computed = torch.cat([self.compute(patches, some) for some in indices.split(32)])
             for key, error in zip(new, computed.tolist()):
                 if len(self.errors) == self.size:
                     self.errors.popitem(last=False)
-                self.errors[key] = errors[key] = error
+                self.errors[key] = error
+                errors[key] = error
             self.misses += len(new)
         return torch.tensor([errors[key] for key in hashes], device=frames.device).view(len(frames), -1)
 
     def hashes(self, frames):
         """Hashes, a list of B*N integers, of the 3x3 neighbourhoods of uint8 frames (B, H, W, 3)."""
-        p, P = self.mae.patch_size, self.mae.side
-        padded = np.pad(frames.cpu().numpy(), ((0, 0), (p, p), (p, p), (0, 0)))
-        digests = (blake2b(frame[p * i : p * (i + 3), p * j : p * (j + 3)].tobytes(), digest_size=8, salt=bytes([i, j]))
-                   for frame in padded for i in range(P) for j in range(P))
-        return [int.from_bytes(digest.digest(), signed=True) for digest in digests]
+        size = self.mae.patch_size
+        padded = np.pad(frames.cpu().numpy(), ((0, 0), (size, size), (size, size), (0, 0)))
+        hashes = []
+        for frame, row, column in product(padded, range(self.mae.side), range(self.mae.side)):
+            pixels = frame[size * row : size * (row + 3), size * column : size * (column + 3)]
+            digest = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column)).digest()
+            hashes.append(int.from_bytes(digest))
+        return hashes
 
-    def compute(self, patches, at):
-        """Errors (M,) by Eq. (3) of those flat patches (B, N, p*p*3) that `at` (M,) numbers: frame * N + place."""
-        frame, place = at // self.mae.num_patches, at % self.mae.num_patches
-        ids = self.around[place]  # (M, 8)
-        latent = self.mae.encode(patches[frame[:, None], ids].float() / 255, ids, self.present[place])
-        rebuilt = self.mae.decode(latent, ids, place)  # (M, p*p*3)
-        return (rebuilt - normalize_patches(patches[frame, place].float() / 255)).square().mean(1)
+    def compute(self, patches, indices):
+        """Errors (M,) by Eq. (3) of those patches (B, N, C) that `indices` (M,) numbers: frame * N + place."""
+        frame = indices // self.mae.num_patches
+        place = indices % self.mae.num_patches
+        ids = self.surroundings[place]  # (M, 8)
+        latent = self.mae.encode(patches[frame[:, None], ids], ids, self.present[place])
+        rebuilt = self.mae.decode(latent, ids, place)  # (M, C)
+        return (rebuilt - normalize_patches(patches[frame, place])).square().mean(1)
 
 
 def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
@@ -488,15 +513,10 @@ def count_salient_patches(mae, frames, lorenz_slope):
     """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. Of 10,000 frames and more only
     each (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
-    cache, batches = ErrorMapCache(mae), torch.from_numpy(frames).split(64)
-    return torch.cat([select_salient_patches(cache(batch), mae.num_patches, lorenz_slope)[1]
-                      for batch in tqdm(batches, "counting salient patches", unit="batch")])
-
-
-PAPER_MAX_RATIO = {"ALE/Frostbite-v5": 0.35, "ALE/MsPacman-v5": 0.30, "ALE/Seaquest-v5": 0.20,
-                   "ALE/BattleZone-v5": 0.30}  # the adopted ones of Table 13
-PAPER_IDEAL_RATIO = {"ALE/Frostbite-v5": 0.40, "ALE/MsPacman-v5": 0.35, "ALE/Seaquest-v5": 0.20,
-                     "ALE/BattleZone-v5": 0.30}  # the paper's mr* (Appendix B.5)
+    error_map = ErrorMapCache(mae)
+    batches = tqdm(frames.split(64), "counting salient patches", unit="batch")
+    errors = torch.cat([error_map(batch) for batch in batches])  # (n, N)
+    return select_salient_patches(errors, mae.num_patches, lorenz_slope)[1]
 
 
 def ratio_to_patches(ratio, num_patches):
@@ -508,7 +528,8 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
     """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
     `coverage` of the frames, for K of each frame (n,), uncapped. 0.95 where no ratio does."""
     for percent in range(5, 95, 5):
-        if (counts <= ratio_to_patches(percent / 100, num_patches)).double().mean() > coverage:
+        kept_whole = counts <= ratio_to_patches(percent / 100, num_patches)
+        if kept_whole.double().mean() > coverage:
             return percent / 100
     return 0.95
 
@@ -519,7 +540,7 @@ BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # told apart by colou
 
 @torch.no_grad()
 def decoder_pictures(mae):
-    """What the decoder paints without a single patch (Fig. 2, columns 4 to 6), three (N, p*p*3): its tokens are
+    """What the decoder paints without a single patch (Fig. 2, columns 4 to 6), three (N, C): its tokens are
     [mask] + positions, positions alone, or [mask] alone, without [cls], as in the authors' code."""
     positions = mae.decoder_pos_embed[:, 1:]  # (1, N, D)
     pictures = []
@@ -531,9 +552,9 @@ def decoder_pictures(mae):
 
 
 def paint(patches, side):
-    """A picture (H, W, 3) in [0, 1] of normalised patches (N, p*p*3): 0 is grey, 2.5 deviations are black or white."""
-    p = math.isqrt(patches.shape[1] // 3)
-    picture = patches.unflatten(0, (side, side)).unflatten(2, (p, p, 3)).transpose(1, 2).reshape(side * p, side * p, 3)
+    """A picture (H, W, 3) in [0, 1] of normalised patches (N, C): 0 is grey, 2.5 deviations are black or white."""
+    size = math.isqrt(patches.shape[1] // 3)
+    picture = patches.view(side, side, size, size, 3).transpose(1, 2).reshape(side * size, side * size, 3)
     return (0.5 + picture.cpu() / 5).clamp(0, 1).numpy()
 
 
@@ -543,33 +564,43 @@ def draw_reconstruction(mae, frames, path):
     Colours are of normalised patches, Eq. (2), so they differ from the frame's.
     """
     rebuilt = rebuild_from_surroundings(mae, frames)
-    errors = (rebuilt - normalize_patches(mae.patchify(frames).float() / 255)).square().mean(2)  # (B, N)
-    alone = [paint(picture, mae.side) for picture in decoder_pictures(mae)]
-    titles = ("frame", "rebuilt from\nsurroundings", "error map\n(brighter: larger)",
-              "decoder alone:\n[mask] + positions", "decoder alone:\npositions", "decoder alone:\n[mask]")
+    errors = reconstruction_error_map(mae, frames)
+    decoder_alone = [paint(picture, mae.side) for picture in decoder_pictures(mae)]
+    titles = (
+        "frame",
+        "rebuilt from\nsurroundings",
+        "error map\n(brighter: larger)",
+        "decoder alone:\n[mask] + positions",
+        "decoder alone:\npositions",
+        "decoder alone:\n[mask]",
+    )
     figure = Figure(figsize=(15, 2.55 * len(frames) + 0.7), layout="constrained")
     axes = figure.subplots(len(frames), 6, squeeze=False)
     brightest = errors.max().item()  # one scale for all maps: a bright patch is as salient in one as in another
     for row, frame, patches, error in zip(axes, frames, rebuilt, errors, strict=True):
         error = error.unflatten(0, (mae.side, -1)).cpu().numpy()
-        for axis, picture in zip(row, [frame.cpu().numpy(), paint(patches, mae.side), error, *alone], strict=True):
+        for axis, picture in zip(
+            row, [frame.cpu().numpy(), paint(patches, mae.side), error, *decoder_alone], strict=True
+        ):
             shown = axis.imshow(picture, cmap="viridis", vmin=0, vmax=brightest)
             axis.axis("off")
             if picture is error:
                 figure.colorbar(shown, ax=axis, shrink=0.8).ax.tick_params(labelsize=12)
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title, fontsize=15)
-    write_whole(path, partial(figure.savefig, dpi=130))
+    write_whole(path, figure.savefig, dpi=130)
 
 
 def mark_patches(frame, selected, attended, side, zoom=4):
     """The frame (H, W, 3) enlarged, its selected patches in red squares and the attended ones of them in yellow."""
     picture = frame.repeat(zoom, 0).repeat(zoom, 1)
     size = len(picture) // side
+    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
+    border = np.ones((size, size), bool)
+    border[2:-2, 2:-2] = False
     for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):
         for i in ids:
-            patch = picture[i // side * size :, i % side * size :][:size, :size]  # a view: what is painted here stays
-            patch[:2], patch[-2:], patch[:, :2], patch[:, -2:] = colour, colour, colour, colour
+            patches[i // side, i % side, border] = colour
     return picture
 
 
@@ -598,7 +629,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
             axis.set_title(title, fontsize=15)
             axis.axis("off")
     axes[0, 0].set_ylabel("share of the error", fontsize=14)
-    write_whole(path, partial(figure.savefig, dpi=130))
+    write_whole(path, figure.savefig, dpi=130)
 
 
 def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
@@ -609,7 +640,7 @@ def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
         axis.imshow(mark_patches(frame.cpu().numpy(), ids[:k].tolist(), [], mae.side))
         axis.set_title(f"{k} of {mae.num_patches} patches", fontsize=15)
         axis.axis("off")
-    write_whole(path, partial(figure.savefig, dpi=130))
+    write_whole(path, figure.savefig, dpi=130)
 
 
 def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
@@ -630,32 +661,39 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     axis.set_xticks(range(0, 101, 10))
     axis.tick_params(labelsize=13)
     figure.legend(fontsize=14, loc="outside lower center")  # beside the bars, never over them
-    write_whole(path, partial(figure.savefig, dpi=130))
+    write_whole(path, figure.savefig, dpi=130)
 
 
-def draw_loss(losses, held_out, path):
-    """The pre-training curve: (step, loss) pairs of each step and of the held-out frames at the end of each epoch."""
+def draw_loss(losses, held_out_losses, path):
+    """The pre-training curve: the loss of each step, and of the held-out frames at the end of each epoch."""
+    ends = np.linspace(0, len(losses), len(held_out_losses) + 1)[1:]  # of the epochs
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     axis = figure.subplots()
-    axis.plot(*zip(*losses), color=BLUE, linewidth=1, alpha=0.7, label="training batches")
-    axis.plot(*zip(*held_out), color=VERMILION, linewidth=2.5, marker="o", markersize=5,
-              label="held-out frames, at --mae-mask-ratio")
+    axis.plot(losses, color=BLUE, linewidth=1, alpha=0.7, label="training batches")
+    label = "held-out frames, at --mae-mask-ratio"
+    axis.plot(ends, held_out_losses, color=VERMILION, linewidth=2.5, marker="o", markersize=5, label=label)
     axis.set_yscale("log")
     axis.set_xlabel("step", fontsize=15)
     axis.set_ylabel("loss, Eq. (1)", fontsize=15)
     axis.tick_params(labelsize=13, which="both")
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=14)
-    write_whole(path, partial(figure.savefig, dpi=130))
+    write_whole(path, figure.savefig, dpi=130)
 
 
 # ------------------------------------------------------------------------------------------------------------- 6. Files
-def write_whole(path, write):
-    """Call `write(temporary_path)`, then rename the file to `path`: a kill leaves it whole, or as it was before."""
+def write_whole(path, write, *content, **options):
+    """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
+    file to `path`: a kill leaves it whole, or as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # the ending stays: some writers read the format off it
-    write(temporary)
+    write(*content, temporary, **options)
     os.replace(temporary, path)
+
+
+def write_json(content, path):
+    """Write `content` as a JSON file, indented."""
+    path.write_text(json.dumps(content, indent=2))
 
 
 def read_checkpoint(path, device="cpu"):
@@ -663,36 +701,54 @@ def read_checkpoint(path, device="cpu"):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
             return dict(torch.load(path, map_location=device, weights_only=True))
-    except Exception as error:  # a damaged or foreign file can fail in any way
-        fail(f"{path} is not a checkpoint ({(str(error) or type(error).__name__).splitlines()[0]}); give another")
+    except OSError as error:
+        fail(f"{path} cannot be read ({error.strerror}); give another file")
+    except Exception:  # a damaged or foreign file can fail in any way
+        fail(f"{path} is not a checkpoint; give another file")
 
 
 def mae_sizes(args):
     """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
-    return {"image_size": args.image_size, "patch_size": args.patch_size, "encoder_dim": args.encoder_dim,
-            "encoder_depth": args.encoder_depth, "encoder_heads": args.encoder_heads, "decoder_dim": args.decoder_dim,
-            "decoder_depth": args.decoder_depth, "decoder_heads": args.decoder_heads}
+    return {
+        "image_size": args.image_size,
+        "patch_size": args.patch_size,
+        "encoder_dim": args.encoder_dim,
+        "encoder_depth": args.encoder_depth,
+        "encoder_heads": args.encoder_heads,
+        "decoder_dim": args.decoder_dim,
+        "decoder_depth": args.decoder_depth,
+        "decoder_heads": args.decoder_heads,
+    }
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of random play's frames (n,), "lorenz_slope": theirs}, or None."""
-    write_whole(path, partial(torch.save, {
-        "model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args),
-        "salient_counts": salient_counts}))
+    """Write mae.pt. salient_counts: {"counts": K of random play's frames (n,), "lorenz_slope": theirs}, or {}."""
+    content = {
+        "model": mae.state_dict(),
+        "sizes": mae_sizes(args),
+        "env_id": args.env_id,
+        "args": vars(args),
+        "salient_counts": salient_counts,
+    }
+    write_whole(path, torch.save, content)
 
 
 def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
-    salient_counts, or None. Exits with status 2 if it does not fit."""
+    salient_counts, {} where there are none. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
+    model = content.get("model")
+    if not isinstance(model, dict) or "mask_token" not in model:
+        fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
+    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
+    for name, value in made_for.items():
+        if value != getattr(args, name):
+            fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
-        for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
-            if value != getattr(args, name, None):
-                fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
-        mae.load_state_dict(content["model"])
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        mae.load_state_dict(model)
+    except RuntimeError as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
-    return content.get("salient_counts")
+    return content.get("salient_counts") or {}
 
 
 def keep_freed_memory():
@@ -703,81 +759,200 @@ def keep_freed_memory():
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: the heap may keep this many free bytes
 
 
+def fail(message):
+    """Print one line about a bad argument to stderr and exit with status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_args():
+    """The command line as Args; with --resume, the arguments of the run that it names."""
+    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    if args.resume is None:
+        return args
+    if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
+        fail("--resume stands alone, for the run's own arguments hold; leave the other flags out")
+    run_dir = Path(args.resume)
+    try:
+        stored = json.loads((run_dir / "args.json").read_text())
+    except (OSError, ValueError):  # absent or damaged
+        stored = {}
+    if stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
+        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
+    return Args(**{**stored, "resume": args.resume})
+
+
+MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
+SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage"}
+SHARES |= {"gamma", "priority_exponent", "priority_weight", "eval_epsilon"}
+
+
+def check_each(args):
+    """Stop with one line if an argument cannot work whatever the others are."""
+    for name, value in vars(args).items():
+        if type(value) not in (int, float) or name in ("v_min", "v_max"):
+            continue
+        most = 1 if name in SHARES else 2**31
+        may_be_0 = name in MAY_BE_0 | SHARES
+        if not (0 < value <= most or value == 0 and may_be_0):  # written so that nan is refused
+            fail(f"--{name.replace('_', '-')} is {value}; give a number {'from' if may_be_0 else 'above'} 0 to {most}")
+
+    games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
+    if args.env_id not in games:
+        close = difflib.get_close_matches(args.env_id, games, n=3, cutoff=0.0)
+        fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
+    try:
+        ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
+    except OSError as error:
+        fail(f"--env-id {args.env_id}: its ROM cannot be read ({error}); install ale-py again, or unset ALE_ROMS_DIR")
+    if args.run_name and not args.resume and Path("runs", args.run_name).exists():
+        fail(f"--run-name {args.run_name}: runs/{args.run_name} is there already; give another name")
+
+
+def check_args(args):
+    """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
+    check_each(args)
+    num_patches = (args.image_size // args.patch_size) ** 2
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    if args.image_size % args.patch_size or num_patches < 9:
+        fail(
+            f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"
+        )
+    for part in ("encoder", "decoder"):
+        dim = getattr(args, f"{part}_dim")
+        heads = getattr(args, f"{part}_heads")
+        if dim % heads or dim % 4:
+            fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads} and of 4")
+    if args.mae_checkpoint is None and num_frames < args.mae_batch_size:
+        fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
+    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - args.mae_mask_spread:
+        fail(
+            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must stay from 0 to 1"
+        )
+    if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
+        fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
+    if args.coverage == 1:
+        fail("--coverage must be below 1: mr* keeps more than that share of the frames whole")
+    for field in fields(args):
+        of_pretraining = field.name.startswith("mae_") and field.name not in ("mae_checkpoint", "mae_frames")
+        if args.mae_checkpoint is not None and of_pretraining and getattr(args, field.name) != field.default:
+            fail(f"--{field.name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
+
+
+def pick_device(name):
+    """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError):  # PyTorch without CUDA, or no such device
+        fail(f"--device {name} is not here; give auto, cpu, or a CUDA device that is")
+    return torch.device(name)
+
+
 # -------------------------------------------------------------------------------------------------------------- 7. Main
 if __name__ == "__main__":
     args = parse_args()
     check_args(args)
     device = pick_device(args.device)
     keep_freed_memory()
-    torch.set_num_threads(args.threads or torch.get_num_threads())
-    game = args.env_id[4:].split("-")[0]
-    name = f"{game}__{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or Path("runs", args.run_name or name))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    game = args.env_id.removeprefix("ALE/").split("-")[0]
+    default_name = f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"  # time in milliseconds
+    run_dir = Path(args.resume or f"runs/{args.run_name or default_name}")
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     if args.mae_checkpoint is not None:
         load_mae(args.mae_checkpoint, mae, args)
     if not args.resume:  # from here on things are created
         run_dir.mkdir(parents=True)
-        write_whole(run_dir / "args.json", lambda path: path.write_text(json.dumps(vars(args), indent=2)))
-        with SummaryWriter(run_dir) as writer:
-            rows = "".join(f"\n|{name}|{value}|" for name, value in vars(args).items())
-            writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
-    print(f"device {device}, {torch.get_num_threads()} CPU threads, run folder {run_dir}")
+        write_whole(run_dir / "args.json", write_json, vars(args))
+    print(f"device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; if stopped: --resume {run_dir}")
     print("part      parameters")  # Table 4
-    for part, prefixes in (("encoder", ("patch_embed", "blocks", "norm")), ("decoder", ("decoder_",)),
-                           ("[cls]", ("cls_token",)), ("[mask]", ("mask_token",)), ("total", ("",))):
-        print(f"{part:8s}  {sum(p.numel() for n, p in mae.named_parameters() if n.startswith(prefixes)):,}")
+    prefixes = {
+        "encoder": ("patch_embed", "blocks", "norm"),
+        "decoder": ("decoder_",),
+        "[cls]": ("cls_token",),
+        "[mask]": ("mask_token",),
+        "total": ("",),
+    }
+    for part, starts in prefixes.items():
+        sizes = [parameter.numel() for name, parameter in mae.named_parameters() if name.startswith(starts)]
+        print(f"{part:8s}  {sum(sizes):,}")
 
     # Pre-train on frames of random play, or only look at some.
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
-    frames, held_out = frames[:num_frames], frames[num_frames:]
-    losses, began = {"loss": [], "held_out_loss": []}, time.perf_counter()
+    held_out = frames[num_frames:]
+    frames = frames[:num_frames]
+    losses = {"loss": [], "held_out_loss": []}
+    began = time.perf_counter()
     if args.mae_checkpoint is None:
-        losses = pretrain_mae(args, mae, frames, held_out, device, run_dir / "mae")
+        losses = pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume is not None)
     seconds = time.perf_counter() - began
     mae.eval().requires_grad_(False)
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     counts = count_salient_patches(mae, frames, args.lorenz_slope)
     made = read_checkpoint(args.mae_checkpoint).get("args") if args.mae_checkpoint else None  # how a given MAE was made
-    save_mae(run_dir / "mae.pt", mae, argparse.Namespace(**made) if isinstance(made, dict) else args,
-             {"counts": counts, "lorenz_slope": args.lorenz_slope})
+    save_mae(
+        run_dir / "mae.pt",
+        mae,
+        argparse.Namespace(**made) if isinstance(made, dict) else args,
+        {"counts": counts, "lorenz_slope": args.lorenz_slope},
+    )
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)
-    kept_whole = {percent: (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
-                  for percent in range(5, 100, 5)}
+    kept_whole = (
+        {}
+    )  # percent: share of the frames of which a maximal ratio of so many percent keeps all salient patches
+    for percent in range(5, 100, 5):
+        kept_whole[percent] = (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
 
     # The figures: twelve frames spread over the random play.
-    some = torch.from_numpy(frames[np.linspace(0, num_frames - 1, 12).astype(int)]).to(device)  # (12, H, W, 3)
-    errors, figures = ErrorMapCache(mae)(some), run_dir / "figures"
+    figures = run_dir / "figures"
+    some = frames[np.linspace(0, num_frames - 1, 12).astype(int)].to(device)  # (12, H, W, 3)
+    errors = ErrorMapCache(mae)(some)
+    max_patches = ratio_to_patches(max_ratio, mae.num_patches)
     draw_reconstruction(mae, some[1::3], figures / "mae_reconstruction.png")
-    draw_selection(mae, some[2::4], errors[2::4], (max_ratio, max_ratio / 2), args.lorenz_slope,
-                   figures / "salient_selection.png")
-    draw_salient_patches(mae, some, errors, ratio_to_patches(max_ratio, mae.num_patches), args.lorenz_slope,
-                         figures / "salient_patches.png")
-    draw_max_ratio(counts, mae.num_patches, ideal, max_ratio,
-                   f"{game}: {len(counts):,} frames, slope {args.lorenz_slope:g}", figures / "max_ratio.png")
+    ratios = (max_ratio, max_ratio / 2)
+    draw_selection(mae, some[2::4], errors[2::4], ratios, args.lorenz_slope, figures / "salient_selection.png")
+    draw_salient_patches(mae, some, errors, max_patches, args.lorenz_slope, figures / "salient_patches.png")
+    title = f"{game}: {len(counts):,} frames, slope {args.lorenz_slope:g}"
+    draw_max_ratio(counts, mae.num_patches, ideal, max_ratio, title, figures / "max_ratio.png")
     if losses["loss"]:
         draw_loss(losses["loss"], losses["held_out_loss"], figures / "loss.png")
 
     # The report.
     results = {
-        "env_id": args.env_id, "method": "mae", "seed": args.seed, "args": vars(args), "frames": num_frames,
-        "steps": len(losses["loss"]), "held_out_losses": [value for _, value in losses["held_out_loss"]],
-        "final_loss": float(np.mean([value for _, value in losses["loss"][-50:]])) if losses["loss"] else None,
+        "env_id": args.env_id,
+        "method": "mae",
+        "seed": args.seed,
+        "args": vars(args),
+        "frames": num_frames,
+        "steps": len(losses["loss"]),
+        "held_out_losses": losses["held_out_loss"],
+        "final_loss": float(np.mean(losses["loss"][-50:])) if losses["loss"] else None,
         "K": {f"{q}%": int(np.percentile(counts, q)) for q in (0, 5, 25, 50, 75, 95, 100)},
-        "ideal_max_ratio": ideal, "max_ratio": max_ratio, "kept_whole": kept_whole,
+        "ideal_max_ratio": ideal,
+        "max_ratio": max_ratio,
+        "kept_whole": kept_whole,
         "paper_ideal_max_ratio": PAPER_IDEAL_RATIO.get(args.env_id),
-        "pretraining_seconds": None if args.resume else seconds, "device": str(device),
+        "pretraining_seconds": None if args.resume else seconds,
+        "device": str(device),
         "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
-    write_whole(run_dir / "results.json", lambda path: path.write_text(json.dumps(results, indent=2)))
+    write_whole(run_dir / "results.json", write_json, results)
     (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
     if losses["loss"]:
-        print(f"loss of the last 50 batches {results['final_loss']:.4f}; of held-out frames, --mae-mask-ratio hidden: "
-              f"{results['held_out_losses'][-1]:.4f}")
+        print(
+            f"loss of the last 50 batches {results['final_loss']:.4f}; of held-out frames, --mae-mask-ratio hidden: "
+            f"{results['held_out_losses'][-1]:.4f}"
+        )
     print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")
-    print(f"mr* is {ideal:.0%}; it keeps {kept_whole[round(100 * ideal)]:.2%} of the frames whole; see {figures}")
+    if kept_whole[95] > args.coverage:
+        print(f"mr* is {ideal:.0%}; it keeps {kept_whole[round(100 * ideal)]:.2%} of the frames whole; see {figures}")
+    else:
+        print(f"no ratio up to 95 % keeps enough frames whole: pre-train for longer (--mae-epochs); see {figures}")

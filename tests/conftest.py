@@ -1,6 +1,9 @@
-"""What the tests share: the scripts' folder on the path, frames of real games, a trained MAE, and whole runs of the
-scripts that go on in the background."""
+"""What the tests share: the scripts' folder on the path, frames of real games, trained MAEs, and whole runs of the
+scripts, in this process or in the background."""
 
+import json
+import runpy
+import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,7 +26,7 @@ GAMES = ("ALE/Frostbite-v5", "ALE/MsPacman-v5", "ALE/Seaquest-v5", "ALE/BattleZo
 @pytest.fixture(scope="session")
 def random_play():
     """uint8 frames (400, 96, 96, 3) of random play of each of the paper's four games, which no MAE was trained on."""
-    return {game: spirl.collect_random_frames(spirl.Args(env_id=game, seed=99), 400) for game in GAMES}
+    return {game: spirl.collect_random_frames(spirl.Args(env_id=game, seed=99), 400).numpy() for game in GAMES}
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +41,42 @@ def maes():
 @pytest.fixture(scope="session")
 def trained_mae(maes):
     return maes["ALE/Frostbite-v5"]
+
+
+# A small model and short games: the whole pipeline in some seconds.
+SMALL = ["--image-size", "48", "--encoder-depth", "1", "--decoder-dim", "32", "--decoder-depth", "2",
+         "--mae-frames", "64", "--mae-epochs", "1", "--mae-batch-size", "32", "--max-episode-frames", "400",
+         "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "3", "--threads", "1",
+         "--device", "cpu"]
+# The same with a MAE that is there already.
+LOADED = SMALL[: SMALL.index("--mae-frames")] + SMALL[SMALL.index("--max-episode-frames") :]
+
+
+def run(folder, *flags, script="spirl_rainbow.py"):
+    return subprocess.run([sys.executable, ROOT / script, *map(str, flags)], cwd=folder, capture_output=True, text=True)
+
+
+def finished(folder, name, *flags, script="spirl_rainbow.py"):
+    """Run to the end; returns the run's folder and its results."""
+    done = run(folder, *flags, "--run-name", name, script=script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "runs" / name, json.loads((folder / "runs" / name / "results.json").read_text())
+
+
+def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
+    """The script's `__main__` in this process: its variables after the run."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
+    threads = torch.get_num_threads()
+    try:
+        return runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def scalars(path):
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 # Whole runs of the scripts take most of the time. They go one after the other on the machine's second core, from the

@@ -39,8 +39,8 @@ def oracle_trunk(trunk, frame, count, padding, pooling):
             patch = trunk.pad if padding == "token" else torch.zeros(64)
         if n < count or padding != "mask":
             rows.append(trunk.project(patch))
-    X = [trunk.norm1(row) for row in rows]
-    Q, K, V = zip(*(trunk.qkv(x).split(32) for x in X))
+    X = [trunk.block.norm1(row) for row in rows]
+    Q, K, V = zip(*(trunk.block.attn.qkv(x).split(32) for x in X))
     d, outputs, attention = 4, [], []
     for i in range(len(X)):
         heads, looked = [], [0.0] * len(X)
@@ -50,7 +50,7 @@ def oracle_trunk(trunk, frame, count, padding, pooling):
             heads.append(sum(s / sum(scores) * v[part] for s, v in zip(scores, V)))
             looked = [total + s / sum(scores) / 8 for total, s in zip(looked, scores)]
         attention.append(looked)
-        outputs.append(trunk.mlp(trunk.norm2(trunk.output(torch.cat(heads)))))
+        outputs.append(trunk.block.mlp(trunk.block.norm2(trunk.block.attn.proj(torch.cat(heads)))))
     if pooling == "cls":
         return outputs[0], attention[:1]
     return sum(outputs[1:]) / (len(outputs) - 1) if len(outputs) > 1 else torch.zeros(32), attention[1:]
@@ -70,11 +70,13 @@ def test_the_trunk_against_loops(padding, pooling):
 
 
 def test_the_trunk_begins_as_the_authors_does():
-    """Xavier-uniform weights, zero biases; q, k and v are one layer of 3 x 32 outputs, which makes its bound smaller."""
+    """Xavier-uniform weights, zero biases; q, k and v are one layer of 3 x 32 outputs, so its bound is smaller."""
     torch.manual_seed(0)
     trunk = spirl.SalientPatchTransformer()
-    sizes = {"project": (64, 32), "qkv": (32, 96), "output": (32, 32), "mlp.0": (32, 128), "mlp.2": (128, 32)}
-    layers = {name: layer for name, layer in trunk.named_modules() if isinstance(layer, torch.nn.Linear)}
+    sizes = {"project": (64, 32), "attn.qkv": (32, 96), "attn.proj": (32, 32), "mlp.fc1": (32, 128),
+             "mlp.fc2": (128, 32)}
+    layers = {name.removeprefix("block."): layer for name, layer in trunk.named_modules()
+              if isinstance(layer, torch.nn.Linear)}
     assert layers.keys() == sizes.keys()
     for name, (fan_in, fan_out) in sizes.items():
         weight, bound = layers[name].weight, math.sqrt(6 / (fan_in + fan_out))
@@ -93,7 +95,8 @@ def test_layer_norms_of_the_trunk_have_the_authors_eps():
 def test_the_values_of_padded_rows_begin_at_zero():
     torch.manual_seed(0)
     embeddings, counts = made_up()
-    _, _, v, _ = spirl.SalientPatchTransformer().attend(embeddings, counts)
+    trunk = spirl.SalientPatchTransformer()
+    _, _, v = trunk.block.project(trunk.tokens(embeddings, counts)[0])
     v = v.transpose(1, 2).flatten(2).unflatten(0, counts.shape)[:, :, 1:]  # (B, F, L, dim), without [cls]
     padded = torch.arange(6) >= counts[..., None]
     assert (v[padded] == 0).all() and (v[~padded] != 0).any(1).all() and padded.any() and not padded.all()
@@ -203,15 +206,15 @@ def test_the_network_is_dueling_and_its_trunk_gets_a_scaled_gradient():
     torch.testing.assert_close(network.q_values(*state), torch.tensor(q), rtol=1e-4, atol=1e-5)
 
     class Through(torch.nn.Module):
-        def forward(self, frames, counts):
-            return frames
+        def forward(self, o):
+            return o
 
     o = network.trunk(*state).detach()
     network.trunk = Through()
     given = [o.clone().requires_grad_(True) for _ in range(2)]
     value = network.value_out(torch.relu(network.value_hidden(given[1])))[:, None]
     advantage = network.advantage_out(torch.relu(network.advantage_hidden(given[1]))).unflatten(1, (5, 51))
-    outputs = network(given[0], None), (value + advantage - advantage.mean(1, keepdim=True)).log_softmax(2)
+    outputs = network(given[0]), (value + advantage - advantage.mean(1, keepdim=True)).log_softmax(2)
     for out in outputs:
         (out * torch.arange(51)).sum().backward()
     torch.testing.assert_close(outputs[0], outputs[1])  # the values are untouched

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_script import run_here
+from conftest import run_here
 
 import spirl_baselines
 import spirl_mae
@@ -19,41 +19,42 @@ MAE_ALL = ["--method", "mae-all"]
 COMMON = [
     (["--env-id", "ALE/Frostbit-v5"], "--env-id ALE/Frostbit-v5 is not an Atari game .* ALE/Frostbite-v5"),
     (["--env-id", "CartPole-v1"], "--env-id CartPole-v1 is not an Atari game"),
-    (["--device", "cuda:99"], "--device cuda:99 is not here; give auto, cpu"),
-    (["--device", "tpu"], "--device tpu is not here; give auto, cpu"),
+    (["--device", "cuda:99"], "--device cuda:99 is not here; give auto, cpu, or"),
+    (["--device", "tpu"], "--device tpu is not here; give auto, cpu, or"),
     (["--run-name", "taken"], "--run-name taken: runs/taken is there already; give another name"),
     (["--resume", "nowhere"], "--resume nowhere is not the folder of an unfinished run"),
     (["--resume", "nowhere", "--seed", "2"], "--resume stands alone"),
+    (["--resume", "damaged"], "--resume damaged is not the folder of an unfinished run"),
 ]
 OF_MAE = [
     (["--image-size", "100"], "--image-size 100 must be --patch-size 8 times"),
     (["--image-size", "16"], "--image-size 16 must be --patch-size 8 times a whole number of at least 3"),
-    (["--encoder-heads", "5"], "--encoder-dim.* must be multiples of their heads"),
-    (["--decoder-dim", "66", "--decoder-heads", "2"], "--encoder-dim.* must be multiples of their heads"),
-    (["--mae-checkpoint", ""], " is not a checkpoint"),
-    (["--mae-mask-ratio", "0.999"], "--mae-mask-ratio 0.999 \\+- --mae-mask-spread 0.0 must stay between"),
-    (["--mae-mask-ratio", str(1 - 1 / 144)], "--mae-mask-ratio 0.99305"),
-    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must stay between 0 and 0.993"),
+    (["--encoder-heads", "5"], "--encoder-dim 64 must be a multiple of --encoder-heads 5 and of 4"),
+    (["--decoder-dim", "66", "--decoder-heads", "2"], "--decoder-dim 66 must be a multiple of --decoder-heads 2 and"),
+    (["--mae-checkpoint", ""], " cannot be read"),
+    (["--mae-checkpoint", "."], ". cannot be read .Is a directory"),
+    (["--mae-mask-ratio", "1"], "--mae-mask-ratio 1.0 \\+- --mae-mask-spread 0.0 must stay from 0 to 1"),
+    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must stay from 0 to 1"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio 0.3 .*-spread 0.4 must"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-batch-size", "6000"], "--mae-frames 5000 must be at least --mae-batch-size 6000"),
-    (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt is not a checkpoint .*No such file"),
-    (["--mae-checkpoint", "empty.pt"], "empty.pt is not a checkpoint"),
-    (["--mae-checkpoint", "cut.pt"], "cut.pt is not a checkpoint"),
-    (["--mae-checkpoint", "random.pt"], "random.pt is not a checkpoint"),
-    (["--mae-checkpoint", "code.pt"], "code.pt is not a checkpoint"),
+    (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt cannot be read .No such file"),
+    (["--mae-checkpoint", "empty.pt"], "empty.pt is not a checkpoint; give another file$"),
+    (["--mae-checkpoint", "cut.pt"], "cut.pt is not a checkpoint; give another file$"),
+    (["--mae-checkpoint", "random.pt"], "random.pt is not a checkpoint; give another file$"),
+    (["--mae-checkpoint", "code.pt"], "code.pt is not a checkpoint; give another file$"),
+    (["--mae-checkpoint", "agent.pt"], "agent.pt is not a mae.pt; give one that spirl_mae.py has saved"),
+    (["--mae-checkpoint", "foreign.pt"], "foreign.pt is not a mae.pt"),
     (["--mae-checkpoint", "small.pt"], "small.pt has image_size 24; give --image-size 24"),
-    (["--mae-checkpoint", "foreign.pt"], "foreign.pt does not fit the auto-encoder"),
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
 ]
 OF_SELECTION = [(["--max-ratio", "0.001"], "--max-ratio 0.001 must keep at least one of 144")]
 OF_AGENT = [
-    (["--learning-starts", "100000"], "--learning-starts 100000 must be from 21, above --n-step, to 99999"),
-    (["--learning-starts", "10"], "--learning-starts 10 must be from 21"),
-    (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be from 21,.* to 1500"),
-    (["--num-atoms", "1"], "--v-min must be below --v-max, and --num-atoms at least 2"),
+    (["--learning-starts", "100000"], "--learning-starts 100000 must be above --n-step .20. and at most 99999"),
+    (["--learning-starts", "10"], "--learning-starts 10 must be above --n-step"),
+    (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be .* at most 1500"),
     (["--buffer-size", "30"], "--buffer-size 30 must be at least --batch-size"),
-    (["--v-min", "10"], "--v-min must be below --v-max, and"),
+    (["--v-min", "10"], "--v-min 10.0 must be below --v-max 10.0"),
 ]
 ROWS = [(script, *row) for script in SCRIPTS for row in COMMON]
 ROWS += [("spirl_rainbow.py", *row) for row in OF_MAE + OF_SELECTION + OF_AGENT]
@@ -63,7 +64,7 @@ ROWS += [("spirl_baselines.py", flags, message) for flags, message in OF_AGENT]
 ROWS += [
     ("spirl_rainbow.py", ["--mae-checkpoint", "empty.pt", "--mae-frames", "500"], "--mae-frames is for pre-training"),
     ("spirl_rainbow.py", ["--mae-checkpoint", "pong.pt", "--env-id", "ALE/Pong-v5"], "pong.pt has no counts"),
-    ("spirl_mae.py", ["--coverage", "1"], "--coverage 1.0 must be below 1"),
+    ("spirl_mae.py", ["--coverage", "1"], "--coverage must be below 1"),
     ("spirl_baselines.py", ["--mae-checkpoint", "empty.pt"], "--mae-checkpoint is not for --method de-rainbow"),
     ("spirl_baselines.py", ["--mae-frames", "5000"], "--mae-frames is not for --method de-rainbow; leave it out"),
     ("spirl_baselines.py", ["--method", "de-rainbow-p", "--encoder-dim", "32"],
@@ -82,10 +83,14 @@ class Code:
 def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty.pt").write_bytes(b"")
     (tmp_path / "runs/taken").mkdir(parents=True)
-    small = {"model": {}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/args.json").write_text('{"seed": 1')
+    small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     torch.save(small, tmp_path / "small.pt")
     torch.save({"model": 5, "sizes": None}, tmp_path / "foreign.pt")
-    spirl_mae.save_mae(tmp_path / "pong.pt", spirl_mae.MaskedAutoencoder(), spirl_mae.Args(env_id="ALE/Pong-v5"), None)
+    agent = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 4)
+    torch.save({"model": agent.state_dict(), "env_id": "ALE/Frostbite-v5", "step": 100}, tmp_path / "agent.pt")
+    spirl_mae.save_mae(tmp_path / "pong.pt", spirl_mae.MaskedAutoencoder(), spirl_mae.Args(env_id="ALE/Pong-v5"), {})
     (tmp_path / "cut.pt").write_bytes((tmp_path / "pong.pt").read_bytes()[:1_000_000])
     (tmp_path / "random.pt").write_bytes(random.Random(0).randbytes(1000))
     torch.save({"model": Code()}, tmp_path / "code.pt")
@@ -111,16 +116,14 @@ def test_what_tyro_says_itself(tmp_path, monkeypatch, capsys, script):
 def test_every_number_is_checked(script, capsys):
     """Negative, zero, not a number, infinite, and shares above 1, in every field that is a number."""
     module, tried = SCRIPTS[script], 0
-    zero_works = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "eval_epsilon", "gamma", "noisy_std",
-                  "mae_weight_decay", "mae_mask_spread", "priority_exponent", "priority_weight", "v_min", "v_max"}
     shares = {"gamma", "mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "priority_exponent",
               "priority_weight", "eval_epsilon"}
+    zero_works = shares | {"seed", "threads", "checkpoint_frequency", "eval_frequency", "noisy_std", "mae_weight_decay"}
     for field in dataclasses.fields(module.Args):
-        if field.type not in (int, float, int | None, float | None):
+        if field.type not in (int, float, int | None, float | None) or field.name in ("v_min", "v_max"):
             continue
         values = [10**30] if field.type in (int, int | None) else [float("nan"), float("inf"), -float("inf")]
-        values += [-1] if field.name not in ("v_min", "v_max") else []
-        values += [0] if field.name not in zero_works else []
+        values += [-1, 0] if field.name not in zero_works else [-1]
         values += [1.5] if field.name in shares else []
         for value in values:
             with pytest.raises(SystemExit) as stop:
@@ -129,6 +132,17 @@ def test_every_number_is_checked(script, capsys):
             assert stop.value.code == 2 and err.count("\n") == 1
             assert err.startswith(f"error: --{field.name.replace('_', '-')} is {value}; give a number "), err
             tried += 1
-        if field.name in zero_works - {"v_max"}:
+        if field.name in zero_works:
             module.check_each(module.Args(**{field.name: 0}))
     assert tried > (40 if script == "spirl_mae.py" else 80)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_missing_rom_is_told_before_anything_is_created(tmp_path, monkeypatch, capsys, script):
+    (tmp_path / "roms").mkdir()
+    monkeypatch.setenv("ALE_ROMS_DIR", str(tmp_path / "roms"))
+    with pytest.raises(SystemExit) as stop:
+        run_here(tmp_path, monkeypatch, "--env-id", "ALE/Pong-v5", script=script)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and not (tmp_path / "runs").exists()
+    assert err.startswith("error: --env-id ALE/Pong-v5: its ROM cannot be read (") and "pong.bin" in err

@@ -12,14 +12,14 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 
 # Names defined in more than one script, with the same source in each.
 SHARED = {
-    "fail", "parse_args", "check_each", "pick_device", "COLLECT", "PRETRAIN", "PLAY", "ACT", "LEARN", "EVALUATE",
-    "game_seeds", "sincos_positions", "Block", "normalize_patches", "MaskedAutoencoder", "PAPER_MAE_FRAMES",
-    "HELD_OUT_FRAMES", "collect_random_frames", "warmup_cosine", "pretrain_mae", "surrounding_patches",
-    "ErrorMapCache", "select_salient_patches", "count_salient_patches", "encode_patches", "PAPER_MAX_RATIO",
-    "ratio_to_patches", "ideal_max_ratio", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork",
-    "project_distribution", "c51_loss", "learn", "evaluate", "attended_patches", "mark_patches",
-    "draw_policy_attention", "save_video", "write_whole", "read_checkpoint", "mae_sizes", "save_mae", "load_mae",
-    "keep_freed_memory",
+    "fail", "parse_args", "MAY_BE_0", "SHARES", "check_each", "pick_device", "COLLECT", "PRETRAIN", "PLAY", "ACT",
+    "LEARN", "EVALUATE", "game_seeds", "sincos_positions", "Block", "normalize_patches", "MaskedAutoencoder",
+    "PAPER_MAE_FRAMES", "HELD_OUT_FRAMES", "collect_random_frames", "warmup_cosine", "pretrain_mae",
+    "surrounding_patches", "rebuild_from_surroundings", "reconstruction_error_map", "ErrorMapCache",
+    "select_salient_patches", "count_salient_patches", "encode_patches", "PAPER_MAX_RATIO", "ratio_to_patches",
+    "ideal_max_ratio", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
+    "c51_loss", "learn", "evaluate", "attended_patches", "mark_patches", "draw_policy_attention", "save_video",
+    "write_whole", "write_json", "read_checkpoint", "mae_sizes", "save_mae", "load_mae", "keep_freed_memory",
 }
 
 # Names that differ on purpose, and why.
@@ -31,57 +31,67 @@ DIFFERENT = {
 
 # What spirl_rainbow.py and spirl_baselines.py do not share from the networks to the report, and why: every other line
 # is equal.
+# The replay holds the embeddings of the selected patches, whose number K and error map are SPIRL's alone.
 ONLY_SPIRL = {
-    # The replay holds the embeddings of the selected patches, and evaluation has a cache of its own.
-    "replay = Replay(args.buffer_size, (max_patches, args.encoder_dim), torch.float16, device, args.frame_stack,",
-    "args.n_step, args.gamma, args.priority_exponent)",
-    "error_map = ErrorMapCache(mae)",
-    'slope = args.lorenz_slope if args.selection == "dynamic" else None',
-    "look = partial(look_at_patches, mae, error_map, max_patches, slope)",
+    'args.frame_stack * args.agent_dim,',
+    '(max_patches, args.encoder_dim),',
+    'torch.float16,',
+    'error_map = ErrorMapCache(mae)',
+    'lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None',
+    'preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)',
     'error_map.errors.update(checkpoint["errors"])',
     'error_map.misses = checkpoint["misses"]',
-    '"observation": torch.from_numpy(observation), "errors": error_map.errors, "misses": error_map.misses}',
-    "apart = ErrorMapCache(mae, known=error_map.errors)",
-    "online, partial(look_at_patches, mae, apart, max_patches, slope),",
-    "[make_envs(args, 1) for _ in range(args.eval_episodes)],",
-    # K and the cache exist only where patches are selected.
+    '"errors": error_map.errors,',
+    '"misses": error_map.misses,',
+    'eval_error_map = ErrorMapCache(mae, read_only=error_map.errors)',
+    'eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)',
+    'eval_preprocess,',
+    '"max_patches": max_patches,',
+    'marked = []',
+    'for frame, state in moments:',
+    'errors = eval_error_map(torch.from_numpy(frame[None]))',
+    'patch_ids, _ = select_salient_patches(errors, max_patches, lorenz_slope)',
+    'marked.append((frame, *attended_patches(trunk, state, patch_ids)))',
+    'draw_policy_attention(marked, mae.side, run_dir / "figures" / "policy_attention.png")',
+    'save_video(marked, mae.side, run_dir / "videos" / "policy.gif")',
     'writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
     'writer.add_scalar("charts/cache_misses", error_map.misses, step)',
-    '"model": online.state_dict(), "env_id": args.env_id, "args": vars(args), "step": step,',
-    '"max_patches": max_patches}))',
-    # All methods but DE-Rainbow mark patches.
-    "moments = [(frame, *attended_patches(online.trunk, *seen)) for frame, *seen in moments]",
-    'draw_policy_attention(moments, mae.side, run_dir / "figures" / "policy_attention.png")',
-    'save_video(moments, mae.side, run_dir / "videos" / "policy.gif")',
 }
+# The replay holds pixels, or the embeddings of all patches; figures mark patches only where there are some.
 ONLY_BASELINES = {
-    "replay = Replay(args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma,",
-    "args.priority_exponent)",
-    '"observation": torch.from_numpy(observation)}',
-    "online, look, [make_envs(args, 1) for _ in range(args.eval_episodes)],",
-    '"model": online.state_dict(), "env_id": args.env_id, "args": vars(args), "step": step}))',
+    'trunk_dim,',
+    'frame_shape,',
+    'frame_type,',
+    'preprocess,',
     'if args.method == "mae-all":',
-    "moments = [(frame, *attended_patches(online.trunk, *seen)) for frame, *seen in moments]",
-    'draw_policy_attention(moments, side, run_dir / "figures" / "policy_attention.png")',
-    "else:  # grey as RGB, nothing marked",
-    "moments = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in moments]",
-    'save_video(moments, side, run_dir / "videos" / "policy.gif")',
+    'side = mae.side',
+    'patch_ids = torch.arange(mae.num_patches, device=device)[None]',
+    'marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in moments]',
+    'draw_policy_attention(marked, side, run_dir / "figures" / "policy_attention.png")',
+    'else:  # grey as RGB, nothing marked',
+    'side = 1',
+    'marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in moments]',
+    'save_video(marked, side, run_dir / "videos" / "policy.gif")',
 }
 # The same for make_envs: the lines of the scripts that only ever see RGB, and those of spirl_baselines.py.
 ONLY_RGB = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw',
     "rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end",
     '`info["lives"] == 0`. After it comes ale-py\'s autoreset step, which we pre-empt with a seeded reset."""',
-    "img_height=args.image_size, img_width=args.image_size, grayscale=False,",
+    'img_height=args.image_size,',
+    'img_width=args.image_size,',
+    'grayscale=False,',
 }
 ONLY_GREY = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for',
-    "mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, raw rewards. Seeds go to `reset`. A life loss and the",
+    'mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, raw rewards. Seeds go to `reset`. A life loss and the',
     "game's end both set `terminations`; at the game's end `info[\"lives\"] == 0`. After it comes ale-py's autoreset "
     "step,",
     'which we pre-empt with a seeded reset."""',
     'size = args.image_size if args.method == "mae-all" else 84',
-    'img_height=size, img_width=size, grayscale=args.method != "mae-all",',
+    'img_height=size,',
+    'img_width=size,',
+    'grayscale=args.method != "mae-all",',
 }
 
 # What a script may import beside the standard library: import name -> name in requirements.txt.
@@ -182,7 +192,7 @@ def lines_apart(left, right):
 def training_loop(source):
     """The text of a script from the two networks to the end of training."""
     main = source[source.index('if __name__ == "__main__":') :]
-    return main[main.index("    target.load_state_dict(") : main.index("    # The report.")]
+    return main[main.index("    online = RainbowNetwork(") : main.index("    # The report.")]
 
 
 @pytest.fixture(scope="module")
@@ -229,11 +239,12 @@ def test_requirements_are_exact_and_used(sources):
 
 
 @pytest.mark.parametrize("before, after, message", [
-    ("return x + self.mlp(self.norm2(x))", "return self.mlp(self.norm2(x))", "Block has drifted"),
+    ("return x + z if self.residual else z", "return x + z", "Block has drifted"),
     ("# a view: what is painted here stays", "# a copy", "mark_patches has drifted"),
     ("lorenz_slope: float = 0.5", "lorenz_slope: float = 1.0", "--lorenz_slope differs"),
     ("passes over those frames,", "passes,", "--mae_epochs differs"),
-    ("def ratio_to_patches(", "def look_at_patches(x):\n    pass\n\n\ndef ratio_to_patches(", "look_at_patches is in"),
+    ("def ratio_to_patches(", "def embed_salient_patches(x):\n    pass\n\n\ndef ratio_to_patches(",
+     "embed_salient_patches is in"),
     ("\nHELD_OUT_FRAMES = 256", "\nHELD_OUT_FRAMES: int = 256", "HELD_OUT_FRAMES has drifted"),
     ("# Each purpose has", "# Every purpose has", "ACT has drifted"),
     ("import tyro\n", "import tyro as F\n", "F is not what it is"),

@@ -121,7 +121,7 @@ def test_errors_of_another_cache_are_read_and_not_written_to(trained_mae, plain_
     training = spirl.ErrorMapCache(trained_mae)
     training(frames[:2])
     errors, misses = dict(training.errors), training.misses
-    evaluation = spirl.ErrorMapCache(trained_mae, known=training.errors)
+    evaluation = spirl.ErrorMapCache(trained_mae, read_only=training.errors)
     assert (evaluation(frames[:4]) - plain[:4]).abs().max() < 1e-5
     assert training.errors == errors and training.misses == misses
     alone = spirl.ErrorMapCache(trained_mae)
@@ -150,7 +150,7 @@ def lorenz_slopes(errors):
 
 
 def oracle_selection(errors, max_patches, lorenz_slope):
-    """Dynamic-K as DESIGN has it, one frame, in loops."""
+    """Dynamic-K as the docstring of select_salient_patches says it, one frame, in loops."""
     N = len(errors)
     order = sorted(range(N), key=lambda n: (-errors[n], n))
     if lorenz_slope is None:
@@ -211,7 +211,7 @@ def test_embeddings_are_the_encoder_on_the_selected_patches_alone(trained_mae, p
     assert embeddings.shape == (4, 144, 64)
     for frame, ids, k, got in zip(frames, patch_ids, count.tolist(), embeddings):
         ids = ids[:k][None]
-        patches = (trained_mae.patchify(frame[None]).float() / 255)[:, ids[0]]
+        patches = trained_mae.patchify(frame[None])[:, ids[0]]
         expected = trained_mae.encode(patches, ids)[0, 1:] + trained_mae.pos_embed[0, 1 + ids[0]]
         torch.testing.assert_close(got[:k], expected, rtol=1e-4, atol=1e-5)
         assert not got[k:].any()
@@ -232,19 +232,19 @@ def test_ideal_max_ratio_at_its_boundary():
 
 def test_k_of_each_frame_is_counted_without_a_maximum(trained_mae, plain_maps):
     frames, plain = (x[:4] for x in plain_maps["ALE/Frostbite-v5"])
-    counts = spirl.count_salient_patches(trained_mae, frames.numpy(), 0.5)
+    counts = spirl.count_salient_patches(trained_mae, frames, 0.5)
     assert counts.tolist() == spirl.select_salient_patches(plain, 144)[1].tolist()
 
 
 def test_of_ten_thousand_frames_each_second_is_counted():
     mae = spirl.MaskedAutoencoder(24, encoder_depth=1, decoder_dim=32, decoder_depth=1).eval().requires_grad_(False)
-    frames, rng = np.zeros((10_000, 24, 24, 3), np.uint8), np.random.default_rng(0)
+    frames, rng = torch.zeros(10_000, 24, 24, 3, dtype=torch.uint8), np.random.default_rng(0)
     for i in rng.integers(10_000, size=300):
         side = rng.integers(1, 25)
-        frames[i, :side, :side] = rng.integers(256, size=(side, side, 3))
+        frames[i, :side, :side] = torch.from_numpy(rng.integers(256, size=(side, side, 3)))
     counts = spirl.count_salient_patches(mae, frames, 0.5)
     assert len(counts) == 5000 and len(set(counts.tolist())) > 1
-    assert counts.tolist() == spirl.count_salient_patches(mae, frames[::2].copy(), 0.5).tolist()
+    assert counts.tolist() == spirl.count_salient_patches(mae, frames[::2], 0.5).tolist()
 
 
 def test_the_papers_ratios_in_patches():

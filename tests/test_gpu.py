@@ -6,12 +6,10 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SMALL, finished, run
 from test_resume import KILLER
-from test_script import SMALL, finished, run
 
 import spirl_rainbow as spirl
-from spirl_mae import reconstruction_error_map
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = [*SMALL[:-2], "--device", "cuda"]
@@ -22,7 +20,7 @@ def test_the_cache_equals_the_plain_map(trained_mae, random_play):
     cache = spirl.ErrorMapCache(mae)
     for frames in random_play.values():
         frames = torch.from_numpy(frames[100:500:40].copy()).to("cuda")
-        plain = reconstruction_error_map(mae, frames)
+        plain = spirl.reconstruction_error_map(mae, frames)
         for _ in range(2):
             assert (cache(frames) - plain).abs().max() < 1e-4
 

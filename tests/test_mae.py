@@ -45,7 +45,7 @@ def test_a_facebookresearch_checkpoint_loads(tmp_path):
     state = facebook_state_dict()
     torch.save({"model": state, "optimizer": {}, "epoch": 1, "args": argparse.Namespace(lr=1.0)}, tmp_path / "mae.pt")
     mae = spirl.MaskedAutoencoder()
-    assert spirl.load_mae(tmp_path / "mae.pt", mae, spirl.Args()) is None
+    assert spirl.load_mae(tmp_path / "mae.pt", mae, spirl.Args()) == {}
     loaded = mae.state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], state[name]) for name in state)
@@ -56,11 +56,12 @@ def test_a_facebookresearch_checkpoint_loads(tmp_path):
     (lambda content: content.update(env_id="ALE/Pong-v5"), "has env_id ALE/Pong-v5; give --env-id ALE/Pong-v5"),
     (lambda content: content["model"].pop("norm.weight"), "does not fit the auto-encoder .*norm.weight"),
     (lambda content: content["model"].update(more=torch.zeros(2)), "does not fit the auto-encoder .*more"),
-    (lambda content: content.pop("model"), "does not fit the auto-encoder .*model"),
+    (lambda content: content.pop("model"), "is not a mae.pt"),
+    (lambda content: content.update(model={"trunk.project.weight": torch.zeros(2)}), "is not a mae.pt"),
 ])
 def test_a_wrong_checkpoint_is_refused_in_one_line(tmp_path, capsys, change, message):
     args, mae = spirl.Args(), spirl.MaskedAutoencoder()
-    spirl.save_mae(tmp_path / "mae.pt", mae, args, None)
+    spirl.save_mae(tmp_path / "mae.pt", mae, args, {})
     content = torch.load(tmp_path / "mae.pt", weights_only=True)
     change(content)
     torch.save(content, tmp_path / "changed.pt")
@@ -79,7 +80,7 @@ class Malicious:
 
 
 def test_a_file_that_is_no_checkpoint_is_refused_in_one_line_and_its_code_not_run(tmp_path, capsys):
-    spirl.save_mae(tmp_path / "mae.pt", spirl.MaskedAutoencoder(), spirl.Args(), None)
+    spirl.save_mae(tmp_path / "mae.pt", spirl.MaskedAutoencoder(), spirl.Args(), {})
     whole = (tmp_path / "mae.pt").read_bytes()
     torch.save({"model": {}, "args": Malicious(tmp_path / "made")}, tmp_path / "code.pt")
     code, noise = (tmp_path / "code.pt").read_bytes(), np.random.default_rng(0).bytes(1000)
@@ -112,7 +113,28 @@ def test_patches_are_squares_row_by_row():
     for i in range(3):
         for j in range(3):
             square = frames[:, 8 * i : 8 * i + 8, 8 * j : 8 * j + 8]
-            assert torch.equal(patches[:, 3 * i + j], square.reshape(2, -1))
+            assert torch.equal(patches[:, 3 * i + j], square.reshape(2, -1) / 255)
+
+
+@pytest.mark.parametrize("frames", [
+    torch.zeros(2, 3, 24, 24, dtype=torch.uint8),  # channels first
+    torch.zeros(2, 24, 24, 3),  # in [0, 1] already
+    torch.zeros(2, 24, 32, 3, dtype=torch.uint8),  # of another size
+    torch.zeros(24, 24, 3, dtype=torch.uint8),  # not a batch
+])
+def test_frames_of_another_kind_are_refused_with_what_is_wanted(frames):
+    mae = spirl.MaskedAutoencoder(image_size=24, encoder_depth=1, decoder_depth=1)
+    with pytest.raises(ValueError, match=r"must be torch.uint8 of shape \(B, 24, 24, 3\)"):
+        mae(frames)
+    with pytest.raises(ValueError, match="image_size is 225; it must be a multiple of patch_size, 8"):
+        spirl.MaskedAutoencoder(image_size=225)
+
+
+def test_grey_images_and_many_small_patches():
+    mae = spirl.MaskedAutoencoder(image_size=80, patch_size=1, encoder_depth=1, decoder_depth=1, channels=1)
+    loss, prediction, _ = mae(torch.randint(256, (1, 80, 80, 1), dtype=torch.uint8), 0.99)
+    assert prediction.shape == (1, 6400, 1)
+    assert len(spirl.surrounding_patches(300)) == 90_000  # one by one, not each against each
 
 
 @torch.no_grad()
@@ -173,7 +195,7 @@ def test_the_loss_is_equation_1_over_all_patches():
     total = 0.0
     for b in range(2):
         for n in range(9):
-            patch = mae.patchify(frames)[b, n].double().numpy() / 255
+            patch = mae.patchify(frames)[b, n].double().numpy()
             normalised = (patch - patch.mean()) / math.sqrt(patch.var(ddof=1) + 1e-6)  # Eq. (2)
             total += ((normalised - prediction[b, n].detach().double().numpy()) ** 2).sum() / 192  # Eq. (1)
     assert loss.item() == pytest.approx(total / 18, rel=1e-5)
@@ -259,8 +281,8 @@ def test_the_optimiser_is_that_of_table_5(random_play, monkeypatch, tmp_path):
     mae.register_forward_pre_hook(lambda module, inputs: ratios.append(inputs[1]))
     args = spirl.Args(mae_epochs=2, mae_batch_size=16, mae_learning_rate=3e-3, mae_weight_decay=0.07,
                       mae_mask_ratio=0.6)
-    frames = random_play["ALE/Frostbite-v5"][:100]
-    spirl.pretrain_mae(args, mae, frames, frames[:16], torch.device("cpu"), tmp_path)
+    frames = torch.from_numpy(random_play["ALE/Frostbite-v5"][:100])
+    spirl.pretrain_mae(args, mae, frames, frames[:16], tmp_path)
     names = {id(p): name for name, p in mae.named_parameters()}
     decay = {names[id(p)]: group["weight_decay"] for group in made[0].param_groups for p in group["params"]}
     assert decay == {name: 0.0 if "norm" in name or name.endswith("bias") else 0.07 for name in names.values()}
@@ -272,24 +294,24 @@ def test_the_optimiser_is_that_of_table_5(random_play, monkeypatch, tmp_path):
 
 
 def test_pretraining_on_real_frames_lowers_the_held_out_loss(random_play, tmp_path):
-    frames = np.concatenate([random_play[game][::10] for game in random_play])
+    frames = torch.from_numpy(np.concatenate([random_play[game][::10] for game in random_play]))
     torch.manual_seed(0)
     mae = spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1)
     args = spirl.Args(mae_epochs=3, mae_batch_size=32, mae_learning_rate=8e-3)
-    held_out = np.concatenate([random_play[game][2::45] for game in random_play])
-    losses = spirl.pretrain_mae(args, mae, frames, held_out, torch.device("cpu"), tmp_path)
-    assert losses["loss"][0][1] > 0.9  # at first no better than each patch's mean, zero after Eq. (2)
-    zero = spirl.normalize_patches(mae.patchify(torch.from_numpy(held_out)).float() / 255).square().mean().item()
-    assert [step for step, _ in losses["held_out_loss"]] == [4, 9, 14]
-    assert losses["held_out_loss"][-1][1] < zero
+    held_out = torch.from_numpy(np.concatenate([random_play[game][2::45] for game in random_play]))
+    losses = spirl.pretrain_mae(args, mae, frames, held_out, tmp_path)
+    assert losses["loss"][0] > 0.9  # at first no better than each patch's mean, zero after Eq. (2)
+    zero = spirl.normalize_patches(mae.patchify(held_out)).square().mean().item()
+    assert len(losses["loss"]) == 15 and len(losses["held_out_loss"]) == 3
+    assert losses["held_out_loss"][-1] < zero
 
 
 def test_the_mask_ratio_is_spread_over_the_batches(random_play, tmp_path):
-    ratios, frames = [], random_play["ALE/Frostbite-v5"][:160]
+    ratios, frames = [], torch.from_numpy(random_play["ALE/Frostbite-v5"][:160])
     mae = spirl.MaskedAutoencoder(encoder_depth=1, decoder_dim=32, decoder_depth=1)
     mae.register_forward_pre_hook(lambda module, inputs: ratios.append(inputs[1]))
     args = spirl.Args(mae_epochs=5, mae_batch_size=8, mae_mask_ratio=0.7, mae_mask_spread=0.25)
-    spirl.pretrain_mae(args, mae, frames, frames[:8], torch.device("cpu"), tmp_path)
+    spirl.pretrain_mae(args, mae, frames, frames[:8], tmp_path)
     held_out, drawn = ratios[20::21], np.delete(ratios, slice(20, None, 21))  # 20 batches an epoch
     assert held_out == [0.7] * 5 and len(drawn) == len(set(drawn)) == 100
     counts, _ = np.histogram(drawn, 5, (0.45, 0.95))
@@ -298,7 +320,8 @@ def test_the_mask_ratio_is_spread_over_the_batches(random_play, tmp_path):
 
 def test_pretraining_in_bfloat16(random_play, tmp_path):
     """Linear layers compute in bfloat16, attention in float32, and the loss falls as it does without."""
-    frames, losses, names = random_play["ALE/Frostbite-v5"][:96], {}, ("blocks.0.attn.qkv", "blocks.0.attn.proj")
+    frames, losses = torch.from_numpy(random_play["ALE/Frostbite-v5"][:96]), {}
+    names = ("blocks.0.attn.qkv", "blocks.0.attn.proj")
     for amp in (False, True):
         torch.manual_seed(0)
         mae, seen = spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1), set()
@@ -308,33 +331,32 @@ def test_pretraining_in_bfloat16(random_play, tmp_path):
                     seen.add((name, inputs[0].dtype, out.dtype))
             mae.get_submodule(name).register_forward_hook(look)
         args = spirl.Args(mae_epochs=3, mae_batch_size=32, mae_learning_rate=0.01, mae_amp=amp)
-        curves = spirl.pretrain_mae(args, mae, frames, frames[:8], torch.device("cpu"), tmp_path / str(amp))
-        losses[amp] = [value for _, value in curves["loss"]]
+        losses[amp] = spirl.pretrain_mae(args, mae, frames, frames[:8], tmp_path / str(amp))["loss"]
         assert seen == {(name, torch.float32, torch.bfloat16 if amp else torch.float32) for name in names}
     assert losses[True] != losses[False] and losses[True] == pytest.approx(losses[False], rel=0.01)
     assert losses[True][-1] < 0.9 * losses[True][0]
 
 
 def test_pretraining_stops_at_what_is_not_finite(random_play, tmp_path):
-    frames = random_play["ALE/Frostbite-v5"][:64]
+    frames = torch.from_numpy(random_play["ALE/Frostbite-v5"][:64])
     mae = spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1)
     with torch.no_grad():
         mae.decoder_pred.weight.fill_(3e19)  # the loss is finite, its gradient overflows
     before = {name: value.clone() for name, value in mae.state_dict().items()}
     with pytest.raises(RuntimeError, match="non-finite"):
-        spirl.pretrain_mae(spirl.Args(), mae, frames, frames, torch.device("cpu"), tmp_path)
+        spirl.pretrain_mae(spirl.Args(), mae, frames, frames, tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in mae.state_dict().items())
 
 
 def test_pretraining_goes_on_from_its_checkpoint(random_play, tmp_path, monkeypatch):
     """Stopped in its third epoch, it ends with the same weights and losses, bit for bit, as if it had not been."""
-    frames = random_play["ALE/Frostbite-v5"][:100]
+    frames = torch.from_numpy(random_play["ALE/Frostbite-v5"][:100])
     args = spirl.Args(mae_epochs=4, mae_batch_size=32, mae_mask_spread=0.2)
 
-    def train(seed, folder):
+    def train(seed, folder, resume=False):
         torch.manual_seed(seed)
         mae = spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1)
-        return spirl.pretrain_mae(args, mae, frames, frames[:16], torch.device("cpu"), folder), mae.state_dict()
+        return spirl.pretrain_mae(args, mae, frames, frames[:16], folder, resume), mae.state_dict()
 
     losses, weights = train(0, tmp_path / "whole")
     total, calls = torch.nn.utils.get_total_norm, []
@@ -348,6 +370,14 @@ def test_pretraining_goes_on_from_its_checkpoint(random_play, tmp_path, monkeypa
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", stop)
     with pytest.raises(KeyboardInterrupt):
         train(0, tmp_path / "stopped")
-    again, others = train(1, tmp_path / "stopped")
-    assert again == losses and [step for step, _ in losses["loss"]] == list(range(12)) and len(calls) == 8 + 6
+    again, others = train(1, tmp_path / "stopped", resume=True)
+    assert again == losses and len(losses["loss"]) == 12 and len(calls) == 8 + 6
     assert all(torch.equal(others[name], weights[name]) for name in weights)
+    anew, _ = train(2, tmp_path / "stopped")  # unless it is asked to continue it begins, whatever the folder holds
+    assert len(calls) == 8 + 6 + 12 and anew["loss"][0] != losses["loss"][0]
+
+
+def test_fewer_frames_than_a_batch_are_refused(tmp_path):
+    frames = torch.zeros(10, 96, 96, 3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"there are 10 frames; a batch \(mae_batch_size\) needs 64"):
+        spirl.pretrain_mae(spirl.Args(), spirl.MaskedAutoencoder(), frames, frames, tmp_path)

@@ -7,9 +7,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import in_background
+from conftest import LOADED, SMALL, finished, in_background, run
 from test_mae import count
-from test_script import LOADED, SMALL, finished, run
 
 import spirl_mae
 import spirl_rainbow as spirl
@@ -94,7 +93,7 @@ def test_decoder_pictures_are_of_patch_tokens_alone(trained_mae):
 def drawn(monkeypatch):
     """Figures as the script draws them, kept for a look instead of being written."""
     figures = []
-    monkeypatch.setattr(spirl_mae, "write_whole", lambda path, write: figures.append(write.func.__self__))
+    monkeypatch.setattr(spirl_mae, "write_whole", lambda path, write, **options: figures.append(write.__self__))
     return figures
 
 
@@ -111,7 +110,7 @@ def test_the_reconstruction_figure(trained_mae, random_play, drawn):
                       "decoder alone: [mask] + positions", "decoder alone: positions", "decoder alone: [mask]"]
     rebuilt = spirl_mae.rebuild_from_surroundings(trained_mae, frames)
     errors = spirl_mae.reconstruction_error_map(trained_mae, frames)
-    target = spirl.normalize_patches(trained_mae.patchify(frames).float() / 255)
+    target = spirl.normalize_patches(trained_mae.patchify(frames))
     torch.testing.assert_close((rebuilt - target).square().mean(2), errors, rtol=1e-5, atol=1e-6)
     for row, frame, patches, error in zip(axes, frames, rebuilt, errors):
         assert (images(row[0]) == frame.numpy()).all()
@@ -172,7 +171,8 @@ def test_the_max_ratio_figure(drawn):
 
 
 def test_the_loss_figure(drawn):
-    spirl_mae.draw_loss([(1, 0.9), (2, 0.5)], [(2, 0.6)], None)
+    spirl_mae.draw_loss([0.9, 0.5, 0.4, 0.3], [0.6, 0.2], None)
     lines = drawn[0].axes[0].get_lines()
-    assert [list(map(float, line.get_ydata())) for line in lines] == [[0.9, 0.5], [0.6]]
+    assert [list(map(float, line.get_ydata())) for line in lines] == [[0.9, 0.5, 0.4, 0.3], [0.6, 0.2]]
+    assert lines[1].get_xdata().tolist() == [2, 4]  # two batches an epoch
     assert drawn[0].axes[0].get_yscale() == "log"

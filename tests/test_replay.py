@@ -170,6 +170,17 @@ def test_sampling_frequencies_against_the_definition():
     assert (((counts - expected) ** 2 / expected)[1:].sum()) < 30  # chi-square; 7 degrees of freedom, p < 1e-4
 
 
+def test_sampling_before_anything_can_be_drawn_is_refused():
+    replay = spirl.Replay(64, (1,), torch.float32, "cpu", F, N, GAMMA)
+    for t in range(N):
+        replay.append(torch.zeros(1), 1, t == 0)
+        replay.complete(0, 0.0, False)
+    with pytest.raises(ValueError, match="no slot can be drawn before 5 steps, or the end of a life, are stored"):
+        replay.sample(2, 0.5, torch.Generator())
+    replay.append(torch.zeros(1), 1, False)
+    assert replay.sample(2, 0.5, torch.Generator())[0].tolist() == [0, 0]
+
+
 def test_slots_without_priority_are_never_sampled():
     replay = filled([1.0] * 20)
     replay.priorities[:7] = 0
@@ -189,11 +200,11 @@ def test_an_empty_slot_that_is_drawn_counts_for_nothing_and_stays_empty(monkeypa
         0, torch.tensor([2]), empty))
     slots, weights = replay.sample(8, 0.5, torch.Generator().manual_seed(0))
     assert slots[2] == empty and weights[2] == 0 and weights.max() == 1
-    before = replay.largest.clone()
+    before = replay.max_priority.clone()
     replay.set_priorities(slots[2:3], torch.tensor([1e9]))
-    assert replay.priorities[empty] == 0 and replay.largest == before
+    assert replay.priorities[empty] == 0 and replay.max_priority == before
     replay.set_priorities(slots[:1], torch.tensor([1e9]))
-    assert replay.priorities[slots[0]] == 1e9**0.5 == replay.largest
+    assert replay.priorities[slots[0]] == 1e9**0.5 == replay.max_priority
 
 
 def test_new_slots_get_the_largest_priority_so_far():
@@ -204,7 +215,7 @@ def test_new_slots_get_the_largest_priority_so_far():
     replay.set_priorities(torch.tensor([1]), torch.tensor([0.0]))
     assert replay.priorities[1].item() == pytest.approx(1e-3)  # at least 1e-6, to the power 0.5
     fresh = filled([0.5])
-    assert fresh.largest.item() == 1.0  # at first 1
+    assert fresh.max_priority.item() == 1.0  # at first 1
 
 
 def test_memory_of_a_100k_replay():

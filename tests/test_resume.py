@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, in_background
-from test_script import SMALL, finished, run, run_here, scalars
+from conftest import ROOT, SMALL, finished, in_background, run, run_here, scalars
 
 import spirl_mae
 
@@ -161,7 +160,7 @@ def test_killed_at_chosen_instants(whole, killed_and_resumed):
 def test_a_baseline_goes_on_only_where_its_game_comes_back(tmp_path, whole, killed_baseline, monkeypatch, capsys):
     path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
     content = torch.load(path / "checkpoint.pt", weights_only=True)
-    assert content["run"]["step"] == 160 and len(content["run"]["actions"]) == 60  # in the middle of the second game
+    assert content["run"]["saved_step"] == 160 and len(content["run"]["actions"]) == 60  # in the middle of the second game
     torch.save({**content, "observation": content["observation"] + 1}, path / "checkpoint.pt")  # another picture
     for message in ("the game is not where it was at step 160", "checkpoint.pt is not a checkpoint"):
         with pytest.raises(SystemExit) as stop:

@@ -31,7 +31,6 @@ sys.path.insert(0, str(ROOT))
 
 import spirl_baselines as baselines  # noqa: E402
 import spirl_rainbow as spirl  # noqa: E402
-from spirl_mae import reconstruction_error_map  # noqa: E402
 
 GAMES = ("Frostbite", "Seaquest", "MsPacman", "BattleZone")
 SECTIONS = ("error-map", "update", "step", "pretraining", "growth", "threads")
@@ -101,7 +100,7 @@ def error_map(args, device):
         mae = spirl.MaskedAutoencoder().to(device)
         mae.load_state_dict(torch.load(weights(game), map_location=device, weights_only=True)["model"])
         mae.eval().requires_grad_(False)
-        frames = torch.from_numpy(random_frames(game, args.frames)).to(device)
+        frames = random_frames(game, args.frames).to(device)
         cache, misses, plain_seconds, cached_seconds, largest, other_k, near, compared = (
             spirl.ErrorMapCache(mae), [], [], [], 0.0, 0, 0, 0)
         rates = [matrix_rate(device)]
@@ -117,7 +116,7 @@ def error_map(args, device):
             if i % args.every:
                 continue
             start = time.perf_counter()
-            plain = reconstruction_error_map(mae, frame[None])
+            plain = spirl.reconstruction_error_map(mae, frame[None])
             synchronize(device)
             if late:
                 plain_seconds.append(time.perf_counter() - start)
@@ -132,7 +131,7 @@ def error_map(args, device):
         rates.append(matrix_rate(device))
         plain, cached = 1000 * np.mean(plain_seconds), 1000 * np.mean(cached_seconds)
         eight = frames[:8]
-        batched = milliseconds(lambda: reconstruction_error_map(mae, eight), device, 3, 1) / 8  # noqa: B023
+        batched = milliseconds(lambda: spirl.reconstruction_error_map(mae, eight), device, 3, 1) / 8  # noqa: B023
         sixths = ", ".join(f"{part.mean():.1f}" for part in np.array_split(np.array(misses), 6))
         print(f"| {game} | {plain:.0f} | {batched:.0f} | {cached:.1f} | {plain / cached:.1f} | {sixths} | "
               f"{largest:.1e} | {other_k} of {compared}, {int(near)} near-ties | "
@@ -233,9 +232,9 @@ def pretraining(args, device):
         mae = spirl.MaskedAutoencoder()
     optimizer = torch.optim.AdamW(mae.parameters(), lr=1e-4, fused=True)
     played = random_frames("Frostbite", 1280)
-    frames = torch.from_numpy(played[:64]).to(device)
+    frames = played[:64].to(device)
     masks = torch.Generator(device).manual_seed(1)
-    patches = mae.patchify(frames).float() / 255
+    patches = mae.patchify(frames)
     kept = torch.rand(64, 144, device=device).argsort(1)[:, :36]
     model, amp = mae, False
 
@@ -254,7 +253,7 @@ def pretraining(args, device):
     latent = mae.encode(seen, kept).detach()
     whole = "all, forward and backward and AdamW"
     stages = {
-        "patches of the frames": lambda: mae.patchify(frames).float() / 255,
+        "patches of the frames": lambda: mae.patchify(frames),
         "their normalised pixels": lambda: spirl.normalize_patches(patches),
         "encoder, forward": lambda: mae.encode(seen, kept),
         "decoder, forward": lambda: mae.decode(latent, kept),
@@ -276,7 +275,7 @@ def pretraining(args, device):
     settings = spirl.Args(mae_epochs=1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        spirl.pretrain_mae(settings, mae, played, played[:64], device, Path(folder))
+        spirl.pretrain_mae(settings, mae, played, played[:64], Path(folder))
     epoch, ms, rate = time.perf_counter() - start, times[whole], np.mean(rates)
     print(f"\n{work[whole]:.1f} GFLOP a batch, {1000 * work[whole] / ms:.0f} GFLOP/s: "
           f"{100000 * work[whole] / ms / rate:.0f} % of the machine's {rates[0]:.0f} before and {rates[1]:.0f} after. "

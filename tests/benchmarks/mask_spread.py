@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import spirl_mae as spirl  # noqa: E402
+import spirl_mae  # noqa: E402
 
 FOLDER = ROOT / "runs/mask_spread"
 RESULTS = ROOT / "tests/results/mask_spread"
@@ -38,7 +38,7 @@ LENGTHS = ((50_000, "50,000 images", "--"), (400_000, "250,000 or 400,000", "-")
 class Args:
     """The command line: each field is a flag, and the comment beside it the flag's help."""
 
-    env_id: Literal[tuple(spirl.PAPER_IDEAL_RATIO)] = "ALE/Frostbite-v5"  # the game
+    env_id: Literal[tuple(spirl_mae.PAPER_IDEAL_RATIO)] = "ALE/Frostbite-v5"  # the game
     seed: int = 1  # seed of the MAE and of its frames
     frames: int = 5000  # frames of random play to train on
     epochs: int = 10  # passes over them
@@ -55,48 +55,48 @@ def train(args):
     folder = FOLDER / f"{game}__{kind}__{args.frames}x{args.epochs}__{args.seed}{'__amp' * args.amp}"
     if (folder / "mae.pt").exists():
         return folder
-    mae_args = spirl.Args(env_id=args.env_id, seed=args.seed, mae_frames=args.frames, mae_epochs=args.epochs,
+    mae_args = spirl_mae.Args(env_id=args.env_id, seed=args.seed, mae_frames=args.frames, mae_epochs=args.epochs,
                           mae_mask_spread=args.spread, mae_amp=args.amp, threads=1, device=args.device)
-    spirl.check_args(mae_args)
-    device = spirl.pick_device(args.device)
-    frames = spirl.collect_random_frames(mae_args, args.frames + spirl.HELD_OUT_FRAMES)
+    spirl_mae.check_args(mae_args)
+    device = spirl_mae.pick_device(args.device)
+    frames = spirl_mae.collect_random_frames(mae_args, args.frames + spirl_mae.HELD_OUT_FRAMES)
     torch.manual_seed(args.seed)
-    mae = spirl.MaskedAutoencoder().to(device)
-    write_whole = spirl.write_whole
+    mae = spirl_mae.MaskedAutoencoder().to(device)
+    write_whole = spirl_mae.write_whole
 
-    def keep_some(path, write):  # pretrain_mae calls it for its checkpoint, after each epoch
-        write_whole(path, write)
+    def keep_some(path, write, *content):  # pretrain_mae calls it for its checkpoint, after each epoch
+        write_whole(path, write, *content)
         epoch = torch.load(path, weights_only=True)["epoch"]
         if epoch in (1, 2, 3, 5, 8, 10, 20, 30, 50, args.epochs):
             shutil.copyfile(path, folder / f"epoch{epoch:03d}.pt")
 
-    spirl.write_whole = keep_some
-    spirl.pretrain_mae(mae_args, mae, frames[: args.frames], frames[args.frames :], device, folder)
-    spirl.write_whole = write_whole
-    spirl.save_mae(folder / "mae.pt", mae, mae_args, None)
+    spirl_mae.write_whole = keep_some
+    spirl_mae.pretrain_mae(mae_args, mae, frames[: args.frames], frames[args.frames :], folder, resume=True)
+    spirl_mae.write_whole = write_whole
+    spirl_mae.save_mae(folder / "mae.pt", mae, mae_args, {})
     return folder
 
 
 def measure(args, folder):
     """Write its file in RESULTS: of each epoch that was kept the loss by mask ratio, the error of surroundings, K."""
-    device = spirl.pick_device(args.device)
-    frames = torch.from_numpy(spirl.collect_random_frames(spirl.Args(env_id=args.env_id, seed=777), 3000)[::15].copy())
-    mae, measured = spirl.MaskedAutoencoder().to(device), []
-    flat = (mae.patchify(frames).float() / 255).var(2).argsort(1)[:, : mae.num_patches // 4]  # the least contrast
+    device = spirl_mae.pick_device(args.device)
+    frames = spirl_mae.collect_random_frames(spirl_mae.Args(env_id=args.env_id, seed=777), 3000)[::15]
+    mae, measured = spirl_mae.MaskedAutoencoder().to(device), []
+    flat = mae.patchify(frames).var(2).argsort(1)[:, : mae.num_patches // 4]  # the least contrast
     for path in sorted(folder.glob("epoch*.pt")):
         mae.load_state_dict(torch.load(path, weights_only=True, map_location=device)["model"])
         mae.requires_grad_(False)
         losses = [np.mean([mae(batch.to(device), ratio, torch.Generator(device).manual_seed(0))[0].item()
                            for batch in frames.split(100)]) for ratio in MASK_RATIOS]
-        cache = spirl.ErrorMapCache(mae)
+        cache = spirl_mae.ErrorMapCache(mae)
         errors = torch.cat([cache(batch) for batch in frames.split(64)])
-        _, counts = spirl.select_salient_patches(errors, mae.num_patches)
+        _, counts = spirl_mae.select_salient_patches(errors, mae.num_patches)
         epoch = int(path.stem[5:])
         measured.append({
             "epoch": epoch, "images": epoch * (args.frames // 64) * 64, "losses": losses, "error": errors.mean().item(),
             "flat_error": errors.take_along_dim(flat, 1).mean().item(),
             "K": [100 * float(np.percentile(counts, q)) / mae.num_patches for q in (5, 50, 95)],
-            "mr*": spirl.ideal_max_ratio(counts, mae.num_patches)})
+            "mr*": spirl_mae.ideal_max_ratio(counts, mae.num_patches)})
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{folder.name}.json").write_text(json.dumps(measured, indent=1))
 
@@ -110,10 +110,10 @@ def report():
     print(9 * "|---" + "|")
     figure = Figure(figsize=(14, 8.5), layout="constrained")
     axes = figure.subplots(2, 4, sharex="row", sharey="row")
-    games = list(spirl.PAPER_IDEAL_RATIO)
+    games = list(spirl_mae.PAPER_IDEAL_RATIO)
     for path in paths:
         game, masks, size, *seed = path.stem.split("__")  # seed: its number, and "amp"
-        measured, paper = json.loads(path.read_text()), spirl.PAPER_IDEAL_RATIO[f"ALE/{game}-v5"]
+        measured, paper = json.loads(path.read_text()), spirl_mae.PAPER_IDEAL_RATIO[f"ALE/{game}-v5"]
         last, column = measured[-1], games.index(f"ALE/{game}-v5")
         print(f"| {game} | {masks} | {size}, {' '.join(seed)} | " + ", ".join(f"{loss:.3f}" for loss in last["losses"])
               + f" | {last['error']:.3f} | {last['flat_error']:.3f} | " + " / ".join(f"{k:.0f}" for k in last["K"])
@@ -125,7 +125,7 @@ def report():
         length, line = next((text, line) for most, text, line in LENGTHS if images[-1] <= most)
         spread = float(masks.removeprefix("fixed").removeprefix("spread") or 0)
         hidden = f"{75 - 100 * spread:.0f} to {75 + 100 * spread:.0f}" if spread else "75"
-        style = {"color": spirl.BLUE if spread else spirl.VERMILION, "linestyle": line, "marker": "o",
+        style = {"color": spirl_mae.BLUE if spread else spirl_mae.VERMILION, "linestyle": line, "marker": "o",
                  "markersize": 4, "label": f"{hidden} % hidden, {length}"}
         axes[0, column].plot(images, median, **style)
         if len(measured) > 1:
@@ -134,7 +134,7 @@ def report():
             axes[0, column].vlines(images, low, high, color=style["color"])
         axes[0, column].plot(images[-1], 100 * last["mr*"], "x", color=style["color"], markersize=8)
         axes[1, column].plot(MASK_RATIOS, last["losses"], **style)
-    for column, (game, ratio) in enumerate(spirl.PAPER_IDEAL_RATIO.items()):
+    for column, (game, ratio) in enumerate(spirl_mae.PAPER_IDEAL_RATIO.items()):
         axes[0, column].axhline(100 * ratio, color="black", linestyle="--", label="the paper's mr*")
         axes[0, column].set(title=game[4:-3], xlabel="images trained on", xscale="log", ylim=(0, 100))
         axes[0, column].plot([], "kx", label="keeps all 200 frames whole")
@@ -150,7 +150,7 @@ def report():
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     torch.set_num_threads(1)
-    spirl.keep_freed_memory()
+    spirl_mae.keep_freed_memory()
     if args.report:
         report()
     else:

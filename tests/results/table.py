@@ -6,6 +6,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -46,13 +47,16 @@ def add(run_dir):
     defaults = vars(SCRIPTS[method].Args())
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in results["args"].items()
              if value != defaults[name] and name != "resume"]
-    cpu = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    capability = torch.backends.cpu.get_cpu_capability()
+    machine = f"{platform.system()} {platform.machine()}, {capability}, {os.cpu_count()} cores"
+    if results["device"] != "cpu":
+        machine += f", {torch.cuda.get_device_name(results['device'])}"
     del results["evaluations"]  # a 100K run has one, and `scores` are its
     results |= {  # a commit with "-dirty" is not the one that made the run
         "commit": subprocess.check_output("git describe --always --dirty --abbrev=40 --exclude *".split(),
                                           cwd=run_dir, text=True).strip(),
         "command": " ".join(["python", f"{SCRIPTS[method].__name__}.py", *flags]),
-        "machine": f"{cpu.split(': ')[1]}, {os.cpu_count()} cores"}
+        "machine": machine}
     if method != "de-rainbow":
         results["mae_args"] = torch.load(run_dir / "mae.pt", weights_only=True)["args"]
     (FOLDER / f"{game}__{method}__{results['seed']}.json").write_text(json.dumps(results))
