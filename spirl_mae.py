@@ -32,6 +32,7 @@ from pathlib import Path
 
 import ale_py
 import gymnasium as gym
+import matplotlib
 import numpy as np
 import torch
 import torch.nn as nn
@@ -536,6 +537,7 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
 
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
 BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # told apart by colour-blind readers too
+matplotlib.rcParams.update({"font.size": 14, "savefig.dpi": 130, "figure.constrained_layout.use": True})
 
 
 @torch.no_grad()
@@ -574,21 +576,20 @@ def draw_reconstruction(mae, frames, path):
         "decoder alone:\npositions",
         "decoder alone:\n[mask]",
     )
-    figure = Figure(figsize=(15, 2.55 * len(frames) + 0.7), layout="constrained")
+    figure = Figure(figsize=(15, 2.55 * len(frames) + 0.7))
     axes = figure.subplots(len(frames), 6, squeeze=False)
     brightest = errors.max().item()  # one scale for all maps: a bright patch is as salient in one as in another
     for row, frame, patches, error in zip(axes, frames, rebuilt, errors, strict=True):
         error = error.unflatten(0, (mae.side, -1)).cpu().numpy()
-        for axis, picture in zip(
-            row, [frame.cpu().numpy(), paint(patches, mae.side), error, *decoder_alone], strict=True
-        ):
+        pictures = [frame.cpu().numpy(), paint(patches, mae.side), error, *decoder_alone]
+        for axis, picture in zip(row, pictures, strict=True):
             shown = axis.imshow(picture, cmap="viridis", vmin=0, vmax=brightest)
             axis.axis("off")
             if picture is error:
-                figure.colorbar(shown, ax=axis, shrink=0.8).ax.tick_params(labelsize=12)
+                figure.colorbar(shown, ax=axis, shrink=0.8)
     for axis, title in zip(axes[0], titles, strict=True):
-        axis.set_title(title, fontsize=15)
-    write_whole(path, figure.savefig, dpi=130)
+        axis.set_title(title)
+    write_whole(path, figure.savefig)
 
 
 def mark_patches(frame, selected, attended, side, zoom=4):
@@ -608,7 +609,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
     """Fig. 3, a column a frame: the Lorenz curve with dynamic-K's point, its patches, and those of two fixed K."""
     N = mae.num_patches
     patch_ids, count = select_salient_patches(errors, N, lorenz_slope)
-    figure = Figure(figsize=(3.6 * len(frames), 14.5), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(frames), 14.5))
     axes = figure.subplots(4, len(frames), squeeze=False)
     for column, (frame, error, ids, k) in enumerate(zip(frames, errors, patch_ids, count.tolist(), strict=True)):
         curve = torch.cat([error.new_zeros(1), error.sort().values.cumsum(0)]).cpu() / error.sum().cpu()  # (N+1,)
@@ -618,34 +619,33 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
         axis.axvline(at, color=VERMILION, linestyle="--", linewidth=2)
         axis.plot(at, curve[N - k], "o", color=VERMILION, markersize=9)
         axis.axline((at, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # as steep as the curve is there
-        axis.set_title(f"slope {lorenz_slope:g}: K = {k}", fontsize=15)
-        axis.set_xlabel("share of the patches", fontsize=14)
+        axis.set_title(f"slope {lorenz_slope:g}: K = {k}")
+        axis.set_xlabel("share of the patches")
         axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
-        axis.tick_params(labelsize=13)
         fixed = [ratio_to_patches(ratio, N) for ratio in fixed_ratios]
         picks = [(f"dynamic-K: {k}", k)] + [(f"fixed K: {kept}", kept) for kept in fixed]
         for axis, (title, kept) in zip(axes[1:, column], picks, strict=True):
             axis.imshow(mark_patches(frame.cpu().numpy(), ids[:kept].tolist(), [], mae.side))
-            axis.set_title(title, fontsize=15)
+            axis.set_title(title)
             axis.axis("off")
-    axes[0, 0].set_ylabel("share of the error", fontsize=14)
-    write_whole(path, figure.savefig, dpi=130)
+    axes[0, 0].set_ylabel("share of the error")
+    write_whole(path, figure.savefig)
 
 
 def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
     """The patches that the agent would see, in twelve frames."""
     patch_ids, count = select_salient_patches(errors, max_patches, lorenz_slope)
-    figure = Figure(figsize=(13, 10.4), layout="constrained")
+    figure = Figure(figsize=(13, 10.4))
     for axis, frame, ids, k in zip(figure.subplots(3, 4).flat, frames, patch_ids, count.tolist(), strict=True):
         axis.imshow(mark_patches(frame.cpu().numpy(), ids[:k].tolist(), [], mae.side))
-        axis.set_title(f"{k} of {mae.num_patches} patches", fontsize=15)
+        axis.set_title(f"{k} of {mae.num_patches} patches")
         axis.axis("off")
-    write_whole(path, figure.savefig, dpi=130)
+    write_whole(path, figure.savefig)
 
 
 def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     """Fig. 8: the histogram of K over frames, in steps of 5 % of the patches, with mr* and the ratio in use."""
-    figure = Figure(figsize=(9, 5.4), layout="constrained")
+    figure = Figure(figsize=(9, 5.4))
     axis = figure.subplots()
     # The bin that ends at 35 % holds the frames that a maximal ratio of 35 % keeps whole and 30 % does not.
     edges = [0] + [ratio_to_patches(percent / 100, num_patches) for percent in range(5, 101, 5)]
@@ -655,30 +655,28 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
         whole = (counts <= ratio_to_patches(ratio, num_patches)).double().mean().item()
         label = f"{name}: {100 * ratio:g} %, keeps {100 * whole:.2f} % of the frames whole"
         axis.axvline(100 * ratio, color=colour, linewidth=3, linestyle=style, label=label)
-    axis.set_title(title, fontsize=15)
-    axis.set_xlabel("salient patches, % of all", fontsize=15)
-    axis.set_ylabel("% of the frames", fontsize=15)
+    axis.set_title(title)
+    axis.set_xlabel("salient patches, % of all")
+    axis.set_ylabel("% of the frames")
     axis.set_xticks(range(0, 101, 10))
-    axis.tick_params(labelsize=13)
-    figure.legend(fontsize=14, loc="outside lower center")  # beside the bars, never over them
-    write_whole(path, figure.savefig, dpi=130)
+    figure.legend(loc="outside lower center")  # beside the bars, never over them
+    write_whole(path, figure.savefig)
 
 
 def draw_loss(losses, held_out_losses, path):
     """The pre-training curve: the loss of each step, and of the held-out frames at the end of each epoch."""
     ends = np.linspace(0, len(losses), len(held_out_losses) + 1)[1:]  # of the epochs
-    figure = Figure(figsize=(9, 5.4), layout="constrained")
+    figure = Figure(figsize=(9, 5.4))
     axis = figure.subplots()
     axis.plot(losses, color=BLUE, linewidth=1, alpha=0.7, label="training batches")
     label = "held-out frames, at --mae-mask-ratio"
     axis.plot(ends, held_out_losses, color=VERMILION, linewidth=2.5, marker="o", markersize=5, label=label)
     axis.set_yscale("log")
-    axis.set_xlabel("step", fontsize=15)
-    axis.set_ylabel("loss, Eq. (1)", fontsize=15)
-    axis.tick_params(labelsize=13, which="both")
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss, Eq. (1)")
     axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=14)
-    write_whole(path, figure.savefig, dpi=130)
+    axis.legend()
+    write_whole(path, figure.savefig)
 
 
 # ------------------------------------------------------------------------------------------------------------- 6. Files
@@ -869,17 +867,7 @@ if __name__ == "__main__":
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", write_json, vars(args))
     print(f"device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; if stopped: --resume {run_dir}")
-    print("part      parameters")  # Table 4
-    prefixes = {
-        "encoder": ("patch_embed", "blocks", "norm"),
-        "decoder": ("decoder_",),
-        "[cls]": ("cls_token",),
-        "[mask]": ("mask_token",),
-        "total": ("",),
-    }
-    for part, starts in prefixes.items():
-        sizes = [parameter.numel() for name, parameter in mae.named_parameters() if name.startswith(starts)]
-        print(f"{part:8s}  {sum(sizes):,}")
+    print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")
 
     # Pre-train on frames of random play, or only look at some.
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
