@@ -148,8 +148,8 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    sums where `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. With `row` (B,) only
-    that token's z is computed: (B, 1, D)."""
+    sums where `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. Only the z of x[rows]
+    are computed, by default all."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -161,18 +161,15 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
 
     def project(self, x):
-        """Queries, keys and values of all tokens, (B, h, T, d) each."""
-        qkv = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        return qkv.permute(2, 0, 3, 1, 4)
+        """Queries, keys and values of all tokens, (B, T, h, d) each."""
+        return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
 
-    def forward(self, x, mask=None, row=None):
+    def forward(self, x, mask=None, rows=np.s_[:]):
         q, k, v = self.project(x)
-        if row is not None:  # only its query is needed
-            batch = torch.arange(len(x), device=x.device)
-            x = x[batch, row][:, None]  # (B, 1, D)
-            q = q[batch, :, row][:, :, None]  # (B, h, 1, d)
+        x = x[rows]
+        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
         with torch.autocast(x.device.type, enabled=False):  # attention in float32 also under --mae-amp: faster on a CPU
-            attended = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
         z = self.mlp(self.norm2(x))
@@ -263,7 +260,10 @@ class MaskedAutoencoder(nn.Module):
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
-        x = self.decoder_blocks[-1](x, row=None if wanted is None else 1 + wanted)
+        rows = np.s_[:]
+        if wanted is not None:
+            rows = torch.arange(len(x), device=x.device)[:, None], 1 + wanted[:, None]
+        x = self.decoder_blocks[-1](x, rows=rows)
         x = self.decoder_pred(self.decoder_norm(x))
         return x[:, 1:] if wanted is None else x[:, 0]
 

@@ -178,8 +178,8 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    sums where `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. With `row` (B,) only
-    that token's z is computed: (B, 1, D)."""
+    sums where `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. Only the z of x[rows]
+    are computed, by default all."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -191,18 +191,15 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
 
     def project(self, x):
-        """Queries, keys and values of all tokens, (B, h, T, d) each."""
-        qkv = self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1))
-        return qkv.permute(2, 0, 3, 1, 4)
+        """Queries, keys and values of all tokens, (B, T, h, d) each."""
+        return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
 
-    def forward(self, x, mask=None, row=None):
+    def forward(self, x, mask=None, rows=np.s_[:]):
         q, k, v = self.project(x)
-        if row is not None:  # only its query is needed
-            batch = torch.arange(len(x), device=x.device)
-            x = x[batch, row][:, None]  # (B, 1, D)
-            q = q[batch, :, row][:, :, None]  # (B, h, 1, d)
+        x = x[rows]
+        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
         with torch.autocast(x.device.type, enabled=False):  # attention in float32 also under --mae-amp: faster on a CPU
-            attended = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
         z = self.mlp(self.norm2(x))
@@ -293,7 +290,10 @@ class MaskedAutoencoder(nn.Module):
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
-        x = self.decoder_blocks[-1](x, row=None if wanted is None else 1 + wanted)
+        rows = np.s_[:]
+        if wanted is not None:
+            rows = torch.arange(len(x), device=x.device)[:, None], 1 + wanted[:, None]
+        x = self.decoder_blocks[-1](x, rows=rows)
         x = self.decoder_pred(self.decoder_norm(x))
         return x[:, 1:] if wanted is None else x[:, 0]
 
@@ -759,10 +759,10 @@ class SalientPatchTransformer(nn.Module):
         mask = None
         if self.padding == "mask":
             mask = F.pad(present.flatten(0, 1), (1, 0), value=True)[:, None, None]  # [cls] is always attended to
+        rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # those that o_t is made of
+        z = self.block(x, mask, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
         if self.pooling == "cls":
-            row = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-            return self.block(x, mask, row).view(len(counts), -1)
-        z = self.block(x, mask)[:, 1:].unflatten(0, counts.shape)  # (B, S, L, dim)
+            return z.flatten(1)
         if self.padding != "mask":
             return z.mean(2).flatten(1)
         total = (z * present[..., None]).sum(2)
@@ -891,8 +891,8 @@ def attended_patches(trunk, state, patch_ids):
     """Fig. 6, of the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
     the fewest with 60 % of the attention of [cls] (in mean pooling, of the patches) to them, averaged over heads."""
     x, _ = trunk.tokens(*state)
-    q, k, _ = trunk.block.project(x[-1:])  # (1, h, 1+L, d) of the newest frame
-    scores = (q @ k.transpose(2, 3))[0] / q.shape[3] ** 0.5  # (h, 1+L, 1+L)
+    q, k, _ = (part[0].transpose(0, 1) for part in trunk.block.project(x[-1:]))  # (h, 1+L, d) of the newest frame
+    scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
     selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
     if trunk.padding == "mask":  # padded rows neither query nor are attended to
         scores = scores[:, : 1 + len(selected), : 1 + len(selected)]
