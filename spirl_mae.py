@@ -52,20 +52,20 @@ class Args:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
-    device: str = "auto"  # auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; an absent one is an error
-    threads: int = 0  # CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine
+    device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
+    threads: int = 0  # CPU threads for PyTorch (0: its default); use 1 if several runs share the machine
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
-    resume: str | None = None  # folder of an unfinished run to continue, with its own arguments: give no other flag
+    resume: str | None = None  # folder of an unfinished run to continue with its own arguments; no other flags
 
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
-    mae_epochs: int = 50  # passes over those frames, the first tenth of them to warm the learning rate up (Table 5)
+    mae_epochs: int = 50  # passes over those frames, the first tenth with learning-rate warm-up (Table 5)
     mae_batch_size: int = 64  # frames per pre-training step (Table 5)
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
-    mae_mask_spread: float = 0.0  # ours: a batch hides mae_mask_ratio +- a random share up to this (0.21: 54 to 96 %)
-    mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slow on a CPU without them
+    mae_mask_spread: float = 0.0  # ours: each batch's mask ratio varies at random by up to this (0.21: 54 to 96 %)
+    mae_amp: bool = False  # ours: pre-train under bfloat16 autocast; slow on a CPU without native bfloat16
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
@@ -100,7 +100,7 @@ PAPER_IDEAL_RATIO = {  # the paper's mr* (Appendix B.5)
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
-# Each purpose has random streams of its own, so that evaluating more, say, never changes what training sees.
+# Each purpose has its own random streams, so that evaluating more often never changes what training sees.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
@@ -131,7 +131,7 @@ def make_envs(args, num_envs):
 
 def game_seeds(seed, *purpose, num=1):
     """`num` independent seeds for a purpose, int64 (num,) below 2**31: for `AtariVectorEnv.reset` or a torch.Generator.
-    In a game they set only the 0 to 29 no-ops before it, so fifty games begin in about 25 different ways."""
+    A game's seed only sets its 0 to 29 opening no-ops, so fifty games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -140,7 +140,7 @@ def sincos_positions(dim, side):
     """Fixed 2-D sine-cosine positions (1 + side**2, dim): zeros for [cls], then patches row by row. The first half of
     the width encodes the column, the second half the row, each as [sin | cos]."""
     frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
-    angle = torch.arange(side, dtype=torch.float64)[:, None] * frequency  # (side, dim/4)
+    angle = torch.arange(side)[:, None] * frequency  # (side, dim/4)
     axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
     patches = torch.cat([axis.repeat(side, 1), axis.repeat_interleave(side, 0)], 1)  # (N, dim)
     return torch.cat([torch.zeros(1, dim), patches]).float()
@@ -148,7 +148,7 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    sums where `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. Only the z of x[rows]
+    skips if `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. Only the z of x[rows]
     are computed, by default all."""
 
     def __init__(self, dim, heads, residual=True):
@@ -168,7 +168,7 @@ class Block(nn.Module):
         q, k, v = self.project(x)
         x = x[rows]
         q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
-        with torch.autocast(x.device.type, enabled=False):  # attention in float32 also under --mae-amp: faster on a CPU
+        with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
@@ -184,7 +184,7 @@ def normalize_patches(patches):
 
 
 class MaskedAutoencoder(nn.Module):
-    """A small MAE (He et al. 2022; Table 4): a narrow encoder that sees some patches, a wider decoder that paints all.
+    """A small MAE (He et al. 2022; Table 4): a narrow encoder sees some patches, a wider decoder rebuilds all of them.
     790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load.
     Raises ValueError unless image_size is a multiple of patch_size."""
 
@@ -281,12 +281,12 @@ class MaskedAutoencoder(nn.Module):
         return loss, prediction, mask
 
 
-HELD_OUT_FRAMES = 256  # frames collected after those of pre-training, never trained on, to measure the loss on
+HELD_OUT_FRAMES = 256  # validation set: collected after the training frames and never trained on
 
 
 def collect_random_frames(args, num_frames):
-    """uint8 frames (num_frames, H, W, 3) of uniformly random play of first lives: when a life is lost a new game
-    begins, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
+    """uint8 frames (num_frames, H, W, 3) of uniformly random play, first lives only: a lost life starts a new
+    game, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
     env = make_envs(args, 1)
     rng = np.random.default_rng([args.seed, COLLECT])
     frames = torch.empty(num_frames, args.image_size, args.image_size, 3, dtype=torch.uint8)
@@ -305,7 +305,7 @@ def collect_random_frames(args, num_frames):
 
 
 def warmup_cosine(step, steps, peak):
-    """Learning rate at a step of `steps`: up in a straight line for a tenth of them, then half a cosine to 0."""
+    """Learning rate at `step` of `steps`: linear warm-up for the first tenth, then half a cosine down to 0."""
     warmup = steps / 10
     if step < warmup:
         return peak * (step / warmup)
@@ -313,8 +313,8 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`, more such
-    frames. Returns {"loss": one value a step, "held_out_loss": one an epoch}.
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as in Table 5, and measure its loss on the frames `held_out`.
+    Returns {"loss": one value a step, "held_out_loss": one an epoch}.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -332,7 +332,6 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
     steps = args.mae_epochs * batches
-    first_epoch = 0
     losses = {"loss": [], "held_out_loss": []}
 
     path = folder / "checkpoint.pt"
@@ -340,10 +339,10 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        first_epoch = checkpoint["epoch"]
         losses = checkpoint["losses"]
+    first_epoch = len(losses["held_out_loss"])
 
-    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # what was logged after the checkpoint comes again
+    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # drops what was logged after the checkpoint
     progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches, unit="batch")
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
@@ -358,22 +357,22 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
                 loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
+            # Only to raise RuntimeError where a gradient is not finite.
             nn.utils.get_total_norm([parameter.grad for parameter in parameters], error_if_nonfinite=True)
             optimizer.step()
             losses["loss"].append(loss.item())
             writer.add_scalar("mae/loss", loss.item(), step)
             progress.update()
 
-        with torch.no_grad():  # under the same masks each time
-            held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, torch.Generator(device).manual_seed(0))
-        losses["held_out_loss"].append(held_out_loss.item())
-        writer.add_scalar("mae/held_out_loss", held_out_loss.item(), step)
+        with torch.no_grad():  # with the same masks each time
+            held_out_loss = mae(held_out, args.mae_mask_ratio, torch.Generator(device).manual_seed(0))[0].item()
+        losses["held_out_loss"].append(held_out_loss)
+        writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
-        progress.set_postfix(held_out_loss=held_out_loss.item())
+        progress.set_postfix(held_out_loss=held_out_loss)
         checkpoint = {
             "model": mae.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "epoch": epoch + 1,
             "losses": losses,
         }
         write_whole(path, torch.save, checkpoint)
@@ -421,8 +420,8 @@ class ErrorMapCache:
     """`reconstruction_error_map` of a frozen MAE, fast: `cache(frames)` -> errors E (B, N), float32.
 
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
-    Atari frame looks as it did before. So a neighbourhood goes through the MAE when it is first seen, and from then on
-    a dict from (place, pixels) to error answers. Its keys are 64-bit hashes: the odds that any two of four million
+    Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
+    up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million
     neighbourhoods share one are below one in a million. When `size` errors are stored (180 bytes each), the oldest
     goes. `read_only`, the `errors` of another cache, is read too but not written to: evaluation stores what it computes
     in a cache of its own. `misses` counts the neighbourhoods that were computed.
@@ -443,7 +442,7 @@ class ErrorMapCache:
 
     @torch.no_grad()
     def __call__(self, frames):
-        """E (B, N), float32, of uint8 frames (B, H, W, 3); on their device, whatever the MAE's."""
+        """E (B, N), float32, of uint8 frames (B, H, W, 3); on the frames' device."""
         hashes = self.hashes(frames)
         errors = {key: self.known.get(key) for key in hashes}
         new = {key: index for index, key in enumerate(hashes) if errors[key] is None}  # index = frame * N + place
@@ -471,7 +470,7 @@ class ErrorMapCache:
         return hashes
 
     def compute(self, patches, indices):
-        """Errors (M,) by Eq. (3) of those patches (B, N, C) that `indices` (M,) numbers: frame * N + place."""
+        """Errors (M,) by Eq. (3) of the patches (B, N, C) at `indices` (M,), each frame * N + place."""
         frame = indices // self.mae.num_patches
         place = indices % self.mae.num_patches
         ids = self.surroundings[place]  # (M, 8)
@@ -492,27 +491,27 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
-    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0. Raises ValueError unless max_patches fits.
+    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0. Raises ValueError unless it is 1 to N.
     """
     B, N = errors.shape
     if not 1 <= max_patches <= N:
         raise ValueError(f"max_patches is {max_patches}; it must be from 1 to the number of patches, {N}")
     patch_ids = errors.sort(dim=1, descending=True, stable=True).indices[:, :max_patches]
     if lorenz_slope is None:
-        return patch_ids, torch.full((B,), max_patches, device=errors.device)
+        return patch_ids, patch_ids.new_full((B,), max_patches)
     ascending = errors.double().sort(dim=1).values
     v = ascending / ascending.sum(1, keepdim=True)
     slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1)
     first = max(1, N - max_patches)
     if first > N - 2:
-        return patch_ids, torch.ones(B, dtype=torch.int64, device=errors.device)
+        return patch_ids, patch_ids.new_ones(B)
     i = first + (slope[:, first:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
     return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, N - i)
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. Of 10,000 frames and more only
-    each (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
+    """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. From 10,000 frames on only
+    every (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
     batches = tqdm(frames.split(64), "counting salient patches", unit="batch")
@@ -527,7 +526,7 @@ def ratio_to_patches(ratio, num_patches):
 
 def ideal_max_ratio(counts, num_patches, coverage=0.999):
     """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
-    `coverage` of the frames, for K of each frame (n,), uncapped. 0.95 where no ratio does."""
+    `coverage` of the frames, for K of each frame (n,), uncapped. 0.95 if none does."""
     for percent in range(5, 95, 5):
         kept_whole = counts <= ratio_to_patches(percent / 100, num_patches)
         if kept_whole.double().mean() > coverage:
@@ -536,7 +535,7 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
 
 
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
-BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # told apart by colour-blind readers too
+BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # safe for colour-blind readers
 matplotlib.rcParams.update({"font.size": 14, "savefig.dpi": 130, "figure.constrained_layout.use": True})
 
 
@@ -561,7 +560,7 @@ def paint(patches, side):
 
 
 def draw_reconstruction(mae, frames, path):
-    """Fig. 2 for uint8 frames (B, H, W, 3): rebuilt from surroundings, error maps, and what the decoder knows alone.
+    """Fig. 2 for uint8 frames (B, H, W, 3): rebuilt from surroundings, error maps, and the decoder on its own.
 
     Colours are of normalised patches, Eq. (2), so they differ from the frame's.
     """
@@ -593,7 +592,7 @@ def draw_reconstruction(mae, frames, path):
 
 
 def mark_patches(frame, selected, attended, side, zoom=4):
-    """The frame (H, W, 3) enlarged, its selected patches in red squares and the attended ones of them in yellow."""
+    """The frame (H, W, 3) enlarged, with the selected patches outlined in red and the attended ones in yellow."""
     picture = frame.repeat(zoom, 0).repeat(zoom, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
@@ -606,7 +605,7 @@ def mark_patches(frame, selected, attended, side, zoom=4):
 
 
 def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
-    """Fig. 3, a column a frame: the Lorenz curve with dynamic-K's point, its patches, and those of two fixed K."""
+    """Fig. 3, one frame a column: the Lorenz curve with dynamic-K's point, its patches, and those of two fixed K."""
     N = mae.num_patches
     patch_ids, count = select_salient_patches(errors, N, lorenz_slope)
     figure = Figure(figsize=(3.6 * len(frames), 14.5))
@@ -618,7 +617,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
         at = (N - k) / N
         axis.axvline(at, color=VERMILION, linestyle="--", linewidth=2)
         axis.plot(at, curve[N - k], "o", color=VERMILION, markersize=9)
-        axis.axline((at, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # as steep as the curve is there
+        axis.axline((at, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # the tangent at that point
         axis.set_title(f"slope {lorenz_slope:g}: K = {k}")
         axis.set_xlabel("share of the patches")
         axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
@@ -648,9 +647,8 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     figure = Figure(figsize=(9, 5.4))
     axis = figure.subplots()
     # The bin that ends at 35 % holds the frames that a maximal ratio of 35 % keeps whole and 30 % does not.
-    edges = [0] + [ratio_to_patches(percent / 100, num_patches) for percent in range(5, 101, 5)]
-    shares = [((counts > low) & (counts <= high)).double().mean().item() for low, high in zip(edges, edges[1:])]
-    axis.bar([percent - 2.5 for percent in range(5, 101, 5)], [100 * share for share in shares], width=4.6, color=BLUE)
+    kept = [(counts <= ratio_to_patches(percent / 100, num_patches)).double().mean() for percent in range(0, 101, 5)]
+    axis.bar(np.arange(2.5, 100, 5), 100 * np.diff(kept), width=4.6, color=BLUE)
     for name, ratio, colour, style in (("mr*", ideal, VERMILION, "-"), ("ratio in use", adopted, ORANGE, "--")):
         whole = (counts <= ratio_to_patches(ratio, num_patches)).double().mean().item()
         label = f"{name}: {100 * ratio:g} %, keeps {100 * whole:.2f} % of the frames whole"
@@ -659,7 +657,7 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     axis.set_xlabel("salient patches, % of all")
     axis.set_ylabel("% of the frames")
     axis.set_xticks(range(0, 101, 10))
-    figure.legend(loc="outside lower center")  # beside the bars, never over them
+    figure.legend(loc="outside lower center")  # outside, so that it covers no bar
     write_whole(path, figure.savefig)
 
 
@@ -682,7 +680,7 @@ def draw_loss(losses, held_out_losses, path):
 # ------------------------------------------------------------------------------------------------------------- 6. Files
 def write_whole(path, write, *content, **options):
     """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
-    file to `path`: a kill leaves it whole, or as it was before."""
+    file to `path`: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # the ending stays: some writers read the format off it
     write(*content, temporary, **options)
@@ -706,7 +704,7 @@ def read_checkpoint(path, device="cpu"):
 
 
 def mae_sizes(args):
-    """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
+    """The keyword arguments of MaskedAutoencoder, from `args`."""
     return {
         "image_size": args.image_size,
         "patch_size": args.patch_size,
@@ -720,7 +718,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of random play's frames (n,), "lorenz_slope": theirs}, or {}."""
+    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -750,7 +748,7 @@ def load_mae(path, mae, args):
 
 
 def keep_freed_memory():
-    """Have glibc keep up to 1 GiB of freed memory for the next step, or each step waits until the system gives it."""
+    """Let glibc keep up to 1 GiB of freed memory for the next step; asking the system each time is slow."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
@@ -769,7 +767,7 @@ def parse_args():
     if args.resume is None:
         return args
     if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
-        fail("--resume stands alone, for the run's own arguments hold; leave the other flags out")
+        fail("--resume uses the run's own arguments; leave out all other flags")
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
@@ -780,19 +778,20 @@ def parse_args():
     return Args(**{**stored, "resume": args.resume})
 
 
+# Flags of all three scripts.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage"}
 SHARES |= {"gamma", "priority_exponent", "priority_weight", "eval_epsilon"}
 
 
 def check_each(args):
-    """Stop with one line if an argument cannot work whatever the others are."""
+    """Exit with one line if any argument is invalid by itself."""
     for name, value in vars(args).items():
         if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
         most = 1 if name in SHARES else 2**31
         may_be_0 = name in MAY_BE_0 | SHARES
-        if not (0 < value <= most or value == 0 and may_be_0):  # written so that nan is refused
+        if not (0 < value <= most or value == 0 and may_be_0):  # this form also refuses nan
             fail(f"--{name.replace('_', '-')} is {value}; give a number {'from' if may_be_0 else 'above'} 0 to {most}")
 
     games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
@@ -804,11 +803,11 @@ def check_each(args):
     except OSError as error:
         fail(f"--env-id {args.env_id}: its ROM cannot be read ({error}); install ale-py again, or unset ALE_ROMS_DIR")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
-        fail(f"--run-name {args.run_name}: runs/{args.run_name} is there already; give another name")
+        fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
 
 def check_args(args):
-    """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
+    """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
@@ -825,7 +824,7 @@ def check_args(args):
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - args.mae_mask_spread:
         fail(
-            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must stay from 0 to 1"
+            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be within [0, 1)"
         )
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
@@ -844,7 +843,7 @@ def pick_device(name):
     try:
         torch.empty(0, device=name)
     except (AssertionError, RuntimeError):  # PyTorch without CUDA, or no such device
-        fail(f"--device {name} is not here; give auto, cpu, or a CUDA device that is")
+        fail(f"--device {name} is not available; give auto, cpu or another device")
     return torch.device(name)
 
 
@@ -863,13 +862,13 @@ if __name__ == "__main__":
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     if args.mae_checkpoint is not None:
         load_mae(args.mae_checkpoint, mae, args)
-    if not args.resume:  # from here on things are created
+    if not args.resume:  # nothing is created before this
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", write_json, vars(args))
     print(f"device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; if stopped: --resume {run_dir}")
     print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")
 
-    # Pre-train on frames of random play, or only look at some.
+    # Pre-train on random play, or only collect some.
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
     held_out = frames[num_frames:]
@@ -892,11 +891,10 @@ if __name__ == "__main__":
     )
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)
-    kept_whole = (
-        {}
-    )  # percent: share of the frames of which a maximal ratio of so many percent keeps all salient patches
-    for percent in range(5, 100, 5):
-        kept_whole[percent] = (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
+    kept_whole = {  # percent: share of the frames that lose no salient patch at this maximal ratio
+        percent: (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
+        for percent in range(5, 100, 5)
+    }
 
     # The figures: twelve frames spread over the random play.
     figures = run_dir / "figures"

@@ -3,7 +3,7 @@
 Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023: a masked
 auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it cannot rebuild from the patches around
 it is salient. The frozen encoder embeds the salient patches of each frame, a one-layer Transformer pools them, and
-Data-Efficient Rainbow decides what to do (Fig. 5).
+Data-Efficient Rainbow picks the action (Fig. 5).
 
     python spirl_rainbow.py                                                                      # 100K on Frostbite
     python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt  # another game
@@ -11,7 +11,7 @@ Data-Efficient Rainbow decides what to do (Fig. 5).
 Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
 a frame (144); C numbers in a patch (192 = 8 x 8 x 3); S frames stacked (4); L patches kept of a frame, padded to this
 many (50 on Frostbite); K patches that were selected, or that the encoder sees; M neighbourhoods; T tokens; D width of a
-layer (64); h attention heads (4); d = D / h (16); A actions (18); Z atoms (51); G games of an evaluation (50).
+layer (64); h attention heads (4); d = D / h (16); A actions (18); Z atoms (51); G evaluation games (50).
 In code F is torch.nn.functional.
 """
 
@@ -57,23 +57,23 @@ class Args:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
-    device: str = "auto"  # auto (CUDA where it is, else cpu), cpu, cuda or cuda:N; an absent one is an error
-    threads: int = 0  # CPU threads that PyTorch uses (0: its own choice); give 1 where several runs share the machine
+    device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
+    threads: int = 0  # CPU threads for PyTorch (0: its default); use 1 if several runs share the machine
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
-    checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: there is only the one before each evaluation
-    resume: str | None = None  # folder of an unfinished run to continue, with its own arguments: give no other flag
-    compile: bool = False  # torch.compile the update: the same up to rounding; needs a C++ compiler (on a GPU Triton)
-    capture_video: bool = False  # save the reported evaluation's first game (1,000 steps of it) as videos/policy.gif
+    checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
+    resume: str | None = None  # folder of an unfinished run to continue with its own arguments; no other flags
+    compile: bool = False  # torch.compile the loss: the same up to rounding; needs a C++ compiler (Triton on a GPU)
+    capture_video: bool = False  # save the reported evaluation's first game (1,000 steps) as videos/policy.gif
 
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
-    mae_epochs: int = 50  # passes over those frames, the first tenth of them to warm the learning rate up (Table 5)
+    mae_epochs: int = 50  # passes over those frames, the first tenth with learning-rate warm-up (Table 5)
     mae_batch_size: int = 64  # frames per pre-training step (Table 5)
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
-    mae_mask_spread: float = 0.0  # ours: a batch hides mae_mask_ratio +- a random share up to this (0.21: 54 to 96 %)
-    mae_amp: bool = False  # ours: pre-train with bfloat16 matrix products (torch.autocast); slow on a CPU without them
+    mae_mask_spread: float = 0.0  # ours: each batch's mask ratio varies at random by up to this (0.21: 54 to 96 %)
+    mae_amp: bool = False  # ours: pre-train under bfloat16 autocast; slow on a CPU without native bfloat16
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
     encoder_dim: int = 64  # width of the encoder and of a patch's embedding (Table 4)
@@ -82,20 +82,20 @@ class Args:
     decoder_dim: int = 128  # width of the decoder (Table 4)
     decoder_depth: int = 3  # Transformer layers of the decoder (Table 4)
     decoder_heads: int = 8  # attention heads of the decoder (Table 4)
-    # dynamic: as many patches as the frame's Lorenz curve asks for, up to the maximum; fixed: always the maximum
+    # dynamic: the frame's Lorenz curve decides how many patches, up to the maximum; fixed: always the maximum
     selection: Literal["dynamic", "fixed"] = "dynamic"
     # most patches kept, as a share of all; without it Table 13's for the paper's four games, mr* for any other
     max_ratio: float | None = None
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
     # divides the curve's rise over two patches by one patch's step, which makes it 0.5
     lorenz_slope: float = 0.5
-    # what stands for patches that were not selected (Table 14): zeros, a trainable [pad], or nothing (masked out)
+    # what fills the unused patch slots (Table 14): zeros, a trainable [pad], or nothing (masked out)
     padding: Literal["zero", "token", "mask"] = "zero"
-    # how patches become one vector a frame (Table 15): a trainable [cls] token's row, or the mean over the patches
+    # how a frame's patches become one vector (Table 15): the output at a trainable [cls] token, or their mean
     pooling: Literal["cls", "mean"] = "cls"
     agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
     agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
-    frame_stack: int = 4  # latest frames that the agent sees at once (Table 9)
+    frame_stack: int = 4  # last frames that the agent sees together (Table 9)
     hidden_size: int = 256  # hidden units of the value and of the advantage stream (Table 10)
     num_atoms: int = 51  # atoms of the return distribution (Rainbow, Hessel et al. 2018, Table 1)
     v_min: float = -10.0  # smallest return of the distribution (Rainbow, Table 1)
@@ -117,7 +117,7 @@ class Args:
     priority_weight: float = 0.4  # beta at the first update; it grows linearly to 1 at the end (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations (400K: 50,000), the best median is reported; 0: one, at the end
+    eval_frequency: int = 0  # steps between evaluations (400K: 50,000; reports the best median); 0: only at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -130,7 +130,7 @@ PAPER_MAX_RATIO = {  # the adopted ratios of Table 13; mr* for every other game
 }
 
 # ---------------------------------------------------------------------------------------------------- 2. Environment
-# Each purpose has random streams of its own, so that evaluating more, say, never changes what training sees.
+# Each purpose has its own random streams, so that evaluating more often never changes what training sees.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
@@ -161,7 +161,7 @@ def make_envs(args, num_envs):
 
 def game_seeds(seed, *purpose, num=1):
     """`num` independent seeds for a purpose, int64 (num,) below 2**31: for `AtariVectorEnv.reset` or a torch.Generator.
-    In a game they set only the 0 to 29 no-ops before it, so fifty games begin in about 25 different ways."""
+    A game's seed only sets its 0 to 29 opening no-ops, so fifty games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -170,7 +170,7 @@ def sincos_positions(dim, side):
     """Fixed 2-D sine-cosine positions (1 + side**2, dim): zeros for [cls], then patches row by row. The first half of
     the width encodes the column, the second half the row, each as [sin | cos]."""
     frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
-    angle = torch.arange(side, dtype=torch.float64)[:, None] * frequency  # (side, dim/4)
+    angle = torch.arange(side)[:, None] * frequency  # (side, dim/4)
     axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
     patches = torch.cat([axis.repeat(side, 1), axis.repeat_interleave(side, 0)], 1)  # (N, dim)
     return torch.cat([torch.zeros(1, dim), patches]).float()
@@ -178,7 +178,7 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    sums where `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. Only the z of x[rows]
+    skips if `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. Only the z of x[rows]
     are computed, by default all."""
 
     def __init__(self, dim, heads, residual=True):
@@ -198,7 +198,7 @@ class Block(nn.Module):
         q, k, v = self.project(x)
         x = x[rows]
         q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
-        with torch.autocast(x.device.type, enabled=False):  # attention in float32 also under --mae-amp: faster on a CPU
+        with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
@@ -214,7 +214,7 @@ def normalize_patches(patches):
 
 
 class MaskedAutoencoder(nn.Module):
-    """A small MAE (He et al. 2022; Table 4): a narrow encoder that sees some patches, a wider decoder that paints all.
+    """A small MAE (He et al. 2022; Table 4): a narrow encoder sees some patches, a wider decoder rebuilds all of them.
     790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load.
     Raises ValueError unless image_size is a multiple of patch_size."""
 
@@ -311,12 +311,12 @@ class MaskedAutoencoder(nn.Module):
         return loss, prediction, mask
 
 
-HELD_OUT_FRAMES = 256  # frames collected after those of pre-training, never trained on, to measure the loss on
+HELD_OUT_FRAMES = 256  # validation set: collected after the training frames and never trained on
 
 
 def collect_random_frames(args, num_frames):
-    """uint8 frames (num_frames, H, W, 3) of uniformly random play of first lives: when a life is lost a new game
-    begins, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
+    """uint8 frames (num_frames, H, W, 3) of uniformly random play, first lives only: a lost life starts a new
+    game, as in the authors' collector. (BattleZone's screen flashes after a lost life, and a flash is salient.)"""
     env = make_envs(args, 1)
     rng = np.random.default_rng([args.seed, COLLECT])
     frames = torch.empty(num_frames, args.image_size, args.image_size, 3, dtype=torch.uint8)
@@ -335,7 +335,7 @@ def collect_random_frames(args, num_frames):
 
 
 def warmup_cosine(step, steps, peak):
-    """Learning rate at a step of `steps`: up in a straight line for a tenth of them, then half a cosine to 0."""
+    """Learning rate at `step` of `steps`: linear warm-up for the first tenth, then half a cosine down to 0."""
     warmup = steps / 10
     if step < warmup:
         return peak * (step / warmup)
@@ -343,8 +343,8 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as Table 5 has it; measure its loss on `held_out`, more such
-    frames. Returns {"loss": one value a step, "held_out_loss": one an epoch}.
+    """Train `mae` in place on uint8 frames (n, H, W, 3) as in Table 5, and measure its loss on the frames `held_out`.
+    Returns {"loss": one value a step, "held_out_loss": one an epoch}.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -362,7 +362,6 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
     batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
     steps = args.mae_epochs * batches
-    first_epoch = 0
     losses = {"loss": [], "held_out_loss": []}
 
     path = folder / "checkpoint.pt"
@@ -370,10 +369,10 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        first_epoch = checkpoint["epoch"]
         losses = checkpoint["losses"]
+    first_epoch = len(losses["held_out_loss"])
 
-    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # what was logged after the checkpoint comes again
+    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # drops what was logged after the checkpoint
     progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches, unit="batch")
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
@@ -388,22 +387,22 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
                 loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
+            # Only to raise RuntimeError where a gradient is not finite.
             nn.utils.get_total_norm([parameter.grad for parameter in parameters], error_if_nonfinite=True)
             optimizer.step()
             losses["loss"].append(loss.item())
             writer.add_scalar("mae/loss", loss.item(), step)
             progress.update()
 
-        with torch.no_grad():  # under the same masks each time
-            held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, torch.Generator(device).manual_seed(0))
-        losses["held_out_loss"].append(held_out_loss.item())
-        writer.add_scalar("mae/held_out_loss", held_out_loss.item(), step)
+        with torch.no_grad():  # with the same masks each time
+            held_out_loss = mae(held_out, args.mae_mask_ratio, torch.Generator(device).manual_seed(0))[0].item()
+        losses["held_out_loss"].append(held_out_loss)
+        writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
-        progress.set_postfix(held_out_loss=held_out_loss.item())
+        progress.set_postfix(held_out_loss=held_out_loss)
         checkpoint = {
             "model": mae.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "epoch": epoch + 1,
             "losses": losses,
         }
         write_whole(path, torch.save, checkpoint)
@@ -451,8 +450,8 @@ class ErrorMapCache:
     """`reconstruction_error_map` of a frozen MAE, fast: `cache(frames)` -> errors E (B, N), float32.
 
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
-    Atari frame looks as it did before. So a neighbourhood goes through the MAE when it is first seen, and from then on
-    a dict from (place, pixels) to error answers. Its keys are 64-bit hashes: the odds that any two of four million
+    Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
+    up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million
     neighbourhoods share one are below one in a million. When `size` errors are stored (180 bytes each), the oldest
     goes. `read_only`, the `errors` of another cache, is read too but not written to: evaluation stores what it computes
     in a cache of its own. `misses` counts the neighbourhoods that were computed.
@@ -473,7 +472,7 @@ class ErrorMapCache:
 
     @torch.no_grad()
     def __call__(self, frames):
-        """E (B, N), float32, of uint8 frames (B, H, W, 3); on their device, whatever the MAE's."""
+        """E (B, N), float32, of uint8 frames (B, H, W, 3); on the frames' device."""
         hashes = self.hashes(frames)
         errors = {key: self.known.get(key) for key in hashes}
         new = {key: index for index, key in enumerate(hashes) if errors[key] is None}  # index = frame * N + place
@@ -501,7 +500,7 @@ class ErrorMapCache:
         return hashes
 
     def compute(self, patches, indices):
-        """Errors (M,) by Eq. (3) of those patches (B, N, C) that `indices` (M,) numbers: frame * N + place."""
+        """Errors (M,) by Eq. (3) of the patches (B, N, C) at `indices` (M,), each frame * N + place."""
         frame = indices // self.mae.num_patches
         place = indices % self.mae.num_patches
         ids = self.surroundings[place]  # (M, 8)
@@ -522,20 +521,20 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
-    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0. Raises ValueError unless max_patches fits.
+    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0. Raises ValueError unless it is 1 to N.
     """
     B, N = errors.shape
     if not 1 <= max_patches <= N:
         raise ValueError(f"max_patches is {max_patches}; it must be from 1 to the number of patches, {N}")
     patch_ids = errors.sort(dim=1, descending=True, stable=True).indices[:, :max_patches]
     if lorenz_slope is None:
-        return patch_ids, torch.full((B,), max_patches, device=errors.device)
+        return patch_ids, patch_ids.new_full((B,), max_patches)
     ascending = errors.double().sort(dim=1).values
     v = ascending / ascending.sum(1, keepdim=True)
     slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1)
     first = max(1, N - max_patches)
     if first > N - 2:
-        return patch_ids, torch.ones(B, dtype=torch.int64, device=errors.device)
+        return patch_ids, patch_ids.new_ones(B)
     i = first + (slope[:, first:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
     return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, N - i)
 
@@ -543,7 +542,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 @torch.no_grad()
 def encode_patches(mae, frames, patch_ids, count):
     """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
-    The encoder sees only [cls] and these. Its outputs lose [cls] and get their positions once more (Table 13)."""
+    The encoder sees only [cls] and these. Then [cls] is dropped and the positions are added again (Table 13)."""
     present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
     patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1)  # (B, L, C)
     embeddings = mae.encode(patches, patch_ids, present)[:, 1:] + mae.pos_embed[0, 1:][patch_ids]
@@ -560,8 +559,8 @@ def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. Of 10,000 frames and more only
-    each (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
+    """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. From 10,000 frames on only
+    every (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
     batches = tqdm(frames.split(64), "counting salient patches", unit="batch")
@@ -576,7 +575,7 @@ def ratio_to_patches(ratio, num_patches):
 
 def ideal_max_ratio(counts, num_patches, coverage=0.999):
     """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
-    `coverage` of the frames, for K of each frame (n,), uncapped. 0.95 where no ratio does."""
+    `coverage` of the frames, for K of each frame (n,), uncapped. 0.95 if none does."""
     for percent in range(5, 95, 5):
         kept_whole = counts <= ratio_to_patches(percent / 100, num_patches)
         if kept_whole.double().mean() > coverage:
@@ -588,7 +587,7 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
 class Replay:
     """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring, on `device`.
 
-    For each step `append` the frame that is seen, act, `complete` it with what followed; after a truncation `append`
+    Each step: `append` the new frame, act, and `complete` it with the outcome; after a truncation `append`
     the game's last frame and `truncate`. A stack is blank (count 0) before the first frame of its life. A slot has a
     priority, so it can be drawn, from when its n-step return is known until its stack's oldest frame is overwritten.
     """
@@ -600,11 +599,11 @@ class Replay:
         self.alpha = alpha
         with torch.device(device):
             self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
-            self.counts = torch.zeros(capacity, dtype=torch.int64)  # how many patches of a frame count
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # patches of a frame, without padding
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
-            self.lives = torch.full((capacity,), -1)  # number of the life that a frame is of
+            self.lives = torch.full((capacity,), -1)  # which life a frame belongs to
             self.priorities = torch.zeros(capacity, dtype=torch.float64)  # p**alpha; 0: not to be drawn
             self.max_priority = torch.ones((), dtype=torch.float64)  # the largest p**alpha so far
             self.stack_offsets = torch.arange(1 - frame_stack, 1)  # -3, -2, -1, 0
@@ -614,16 +613,16 @@ class Replay:
         self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
-        """Store a frame of which `count` patches count; `starts`: it is the first of another life."""
+        """Store a frame with `count` patches besides padding; `starts`: a new life starts here."""
         self.slot = (self.slot + 1) % self.capacity
         self.life += bool(starts)
         now = slice(self.slot, self.slot + 1)  # a slice, since with an index the CPU would wait for the GPU
 
-        # Stacks that end in the next three slots reach back into the slot about to be overwritten: stop drawing those
-        # of the life whose frame goes. Where one life fills the ring, the new frame would pass for an old one of it.
+        # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
+        # that do. If one life fills the ring, its new frame would also be mistaken for an old one.
         later = (self.slot - self.stack_offsets[:-1]) % self.capacity
-        other_life = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
-        self.priorities[later] *= other_life
+        unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
+        self.priorities[later] *= unaffected
 
         self.frames[now] = frame
         self.counts[now] = count
@@ -634,7 +633,7 @@ class Replay:
             self.allow_oldest()
 
     def complete(self, action, reward, ended):
-        """The newest frame's action, clipped reward, and whether a life or the game ended with it."""
+        """Add the newest frame's action, its clipped reward, and whether a life or the game ended."""
         now = slice(self.slot, self.slot + 1)
         self.actions[now] = action
         self.rewards[now] = reward
@@ -668,9 +667,8 @@ class Replay:
             raise ValueError(f"no slot can be drawn before {self.n_step} steps, or the end of a life, are stored")
         random = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
-        slots = torch.searchsorted(mass, points, right=True)  # the first slot with more mass than that
-        slots = slots.clamp(max=self.capacity - 1)
-        # Rounding may lead past the last slot with a priority, or onto one without: that one gets weight 0.
+        slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)  # the first with more mass
+        # Rounding can land past the last slot with a priority, or on one without: it gets weight 0.
         weights = torch.where(self.priorities[slots] > 0, self.priorities[slots] ** -beta, 0.0)
         return slots, (weights / weights.max()).float()
 
@@ -679,7 +677,9 @@ class Replay:
         to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or 0 after an end."""
         window = (slots[:, None] + self.step_offsets) % self.capacity  # (B, n)
         no_end_before = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # (B, n)
-        taken = no_end_before * (self.actions[window] >= 0).cumprod(1)  # (B, n): 1 for k < m
+        taken = no_end_before * (self.actions[window] >= 0).cumprod(
+            1
+        )  # (B, n): 1 for k < m; the newest frame's action is -1
         steps = taken.sum(1)  # m
         returns = (self.rewards[window] * taken * self.gamma**self.step_offsets).sum(1)
         bootstraps = ~(self.ended[window] & taken.bool()).any(1)
@@ -796,8 +796,9 @@ class RainbowNetwork(nn.Module):
 
     def resample_noise(self, generator=None):
         """Draw the noise of every noisy layer anew."""
-        for layer in (self.value_hidden, self.value_out, self.advantage_hidden, self.advantage_out):
-            layer.resample_noise(generator)
+        for layer in self.modules():
+            if isinstance(layer, NoisyLinear):
+                layer.resample_noise(generator)
 
 
 def project_distribution(probabilities, returns, discounts, support):
@@ -827,7 +828,7 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
     """One update of the online network; returns 0-dimensional tensors: loss, q_values (their mean), grad_norm. Raises
-    RuntimeError where a gradient is not finite. `loss_function` is c51_loss or what torch.compile makes of it."""
+    RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its compiled version."""
     slots, importance_weights = replay.sample(batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -849,8 +850,8 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (G,), in a vector environment of G games, without noise: (raw scores,
     moments).
 
-    `preprocess(frames)` turns an array of B uint8 frames into what the network reads of each, (B, *) and counts (B,).
-    `rng`, a NumPy generator, draws the share `epsilon` of random actions. A lost life does not blank the stack.
+    `preprocess(frames)` turns an array of B uint8 frames into the network's inputs, (B, *) and counts (B,).
+    `rng`, a NumPy generator, makes a share `epsilon` of the actions random. A lost life does not blank the stack.
     Moments: (frame, state) of each of the first game's first 1,000 steps, for the figures.
     """
     network.eval()
@@ -863,7 +864,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     progress = tqdm(total=len(seeds), desc="evaluating", unit="game")
     while len(playing):
         features, count = preprocess(observation[playing, 0])
-        if step == 0:  # before the game there is nothing to see: count 0
+        if step == 0:  # frames before the game are blank: count 0
             stacks = features.new_zeros(len(seeds), frame_stack, *features.shape[1:])  # (G, S, *)
             counts = count.new_zeros(len(seeds), frame_stack)
         stacks[playing] = torch.cat([stacks[playing, 1:], features[:, None]], 1)
@@ -888,24 +889,25 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
 
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
-    """Fig. 6, of the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
-    the fewest with 60 % of the attention of [cls] (in mean pooling, of the patches) to them, averaged over heads."""
+    """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the selected ids, and the fewest of them
+    that get 60 % of their attention from [cls] (in mean pooling, from the patches), averaged over heads."""
     x, _ = trunk.tokens(*state)
     q, k, _ = (part[0].transpose(0, 1) for part in trunk.block.project(x[-1:]))  # (h, 1+L, d) of the newest frame
     scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
-    selected = patch_ids[0, : int(state[1][0, -1])]  # (K,)
+    K = int(state[1][0, -1])
+    selected = patch_ids[0, :K]
     if trunk.padding == "mask":  # padded rows neither query nor are attended to
-        scores = scores[:, : 1 + len(selected), : 1 + len(selected)]
+        scores = scores[:, : 1 + K, : 1 + K]
     weights = scores.softmax(2).mean(0)  # (1+L, 1+L)
     weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
-    attention = weights.mean(0)[1 : 1 + len(selected)]  # (K,)
+    attention = weights.mean(0)[1 : 1 + K].to(selected.device)  # (K,)
     order = attention.argsort(descending=True)
     fewest = int((attention[order].cumsum(0) < 0.6 * attention.sum()).sum()) + 1
     return selected.tolist(), selected[order[:fewest]].tolist()
 
 
 def mark_patches(frame, selected, attended, side, zoom=4):
-    """The frame (H, W, 3) enlarged, its selected patches in red squares and the attended ones of them in yellow."""
+    """The frame (H, W, 3) enlarged, with the selected patches outlined in red and the attended ones in yellow."""
     picture = frame.repeat(zoom, 0).repeat(zoom, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
@@ -925,14 +927,14 @@ def draw_policy_attention(moments, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected", fontsize=11)
         axis.axis("off")
-    figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention", fontsize=14)
+    figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention")
     write_whole(path, figure.savefig, dpi=110)
 
 
 def save_video(moments, side, path):
     """All moments (frame, ids of the selected patches, ids of the attended ones) as a GIF file."""
     first = mark_patches(*moments[0], side)
-    figure = Figure(figsize=(len(first) / 100, len(first) / 100), dpi=100)  # pixel by pixel
+    figure = Figure(figsize=[len(first) / 100] * 2, dpi=100)  # pixel by pixel
     image = figure.figimage(first)
     video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*moments[i], side)), len(moments))
     write_whole(path, video.save, writer=PillowWriter(fps=15))
@@ -941,7 +943,7 @@ def save_video(moments, side, path):
 # ------------------------------------------------------------------------------------- 8. Files and the command line
 def write_whole(path, write, *content, **options):
     """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
-    file to `path`: a kill leaves it whole, or as it was before."""
+    file to `path`: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # the ending stays: some writers read the format off it
     write(*content, temporary, **options)
@@ -965,7 +967,7 @@ def read_checkpoint(path, device="cpu"):
 
 
 def mae_sizes(args):
-    """The arguments of MaskedAutoencoder that `args` asks for, a dict."""
+    """The keyword arguments of MaskedAutoencoder, from `args`."""
     return {
         "image_size": args.image_size,
         "patch_size": args.patch_size,
@@ -979,7 +981,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of random play's frames (n,), "lorenz_slope": theirs}, or {}."""
+    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -1009,7 +1011,7 @@ def load_mae(path, mae, args):
 
 
 def keep_freed_memory():
-    """Have glibc keep up to 1 GiB of freed memory for the next step, or each step waits until the system gives it."""
+    """Let glibc keep up to 1 GiB of freed memory for the next step; asking the system each time is slow."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
@@ -1028,7 +1030,7 @@ def parse_args():
     if args.resume is None:
         return args
     if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
-        fail("--resume stands alone, for the run's own arguments hold; leave the other flags out")
+        fail("--resume uses the run's own arguments; leave out all other flags")
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
@@ -1039,19 +1041,20 @@ def parse_args():
     return Args(**{**stored, "resume": args.resume})
 
 
+# Flags of all three scripts.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage"}
 SHARES |= {"gamma", "priority_exponent", "priority_weight", "eval_epsilon"}
 
 
 def check_each(args):
-    """Stop with one line if an argument cannot work whatever the others are."""
+    """Exit with one line if any argument is invalid by itself."""
     for name, value in vars(args).items():
         if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
         most = 1 if name in SHARES else 2**31
         may_be_0 = name in MAY_BE_0 | SHARES
-        if not (0 < value <= most or value == 0 and may_be_0):  # written so that nan is refused
+        if not (0 < value <= most or value == 0 and may_be_0):  # this form also refuses nan
             fail(f"--{name.replace('_', '-')} is {value}; give a number {'from' if may_be_0 else 'above'} 0 to {most}")
 
     games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
@@ -1063,16 +1066,16 @@ def check_each(args):
     except OSError as error:
         fail(f"--env-id {args.env_id}: its ROM cannot be read ({error}); install ale-py again, or unset ALE_ROMS_DIR")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
-        fail(f"--run-name {args.run_name}: runs/{args.run_name} is there already; give another name")
+        fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
 
 def check_args(args):
-    """Stop with one line if the arguments cannot work. Nothing has been created when this runs."""
+    """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     least = args.batch_size + args.n_step + args.frame_stack
-    last = args.total_timesteps - args.train_frequency
+    last = args.total_timesteps - args.train_frequency  # leaves time for one update
     if args.image_size % args.patch_size or num_patches < 9:
         fail(
             f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"
@@ -1086,7 +1089,7 @@ def check_args(args):
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - args.mae_mask_spread:
         fail(
-            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must stay from 0 to 1"
+            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be within [0, 1)"
         )
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
@@ -1109,7 +1112,7 @@ def pick_device(name):
     try:
         torch.empty(0, device=name)
     except (AssertionError, RuntimeError):  # PyTorch without CUDA, or no such device
-        fail(f"--device {name} is not here; give auto, cpu, or a CUDA device that is")
+        fail(f"--device {name} is not available; give auto, cpu or another device")
     return torch.device(name)
 
 
@@ -1135,7 +1138,7 @@ if __name__ == "__main__":
         salient_counts = load_mae(ready_mae, mae, args)
         if max_ratio is None and salient_counts.get("lorenz_slope") != args.lorenz_slope:
             fail(f"{ready_mae} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
-    if not args.resume:  # from here on things are created
+    if not args.resume:  # nothing is created before this
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", write_json, vars(args))
     print(f"device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; if stopped: --resume {run_dir}")
@@ -1148,7 +1151,7 @@ if __name__ == "__main__":
         counts = count_salient_patches(mae, frames, args.lorenz_slope)
         salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
         save_mae(own_mae, mae, args, salient_counts)
-        del frames, held_out  # training needs their memory
+        del frames, held_out  # free memory for training
     elif ready_mae != own_mae:
         write_whole(own_mae, shutil.copyfile, ready_mae)  # its `args` still say how it was made
     (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
@@ -1157,7 +1160,7 @@ if __name__ == "__main__":
         max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
     max_patches = ratio_to_patches(max_ratio, mae.num_patches)
 
-    # The agent. It is seeded again: its weights are the same whether the MAE was trained or loaded.
+    # The agent. Seed again, so that its weights are the same whether the MAE was trained or loaded.
     torch.manual_seed(args.seed)
     envs = make_envs(args, 1)
     num_actions = int(envs.single_action_space.n)
@@ -1191,7 +1194,7 @@ if __name__ == "__main__":
     random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
-    # What has happened so far. The emulator's state is not saved: the game's seed and `actions` lead back to it.
+    # The run's progress. The emulator's state is not saved: its game's seed and `actions` restore it.
     run = SimpleNamespace(saved_step=0, updates=0, games=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin, or continue from the checkpoint.
@@ -1210,8 +1213,8 @@ if __name__ == "__main__":
     for action in run.actions:
         observation, *_ = envs.step(np.array([action]))
     if resumed and not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
-        fail(f"--resume {run_dir}: the game is not where it was at step {run.saved_step}; resume with the same ale-py")
-    writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # what was logged after the checkpoint comes again
+        fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
+    writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # drops what was logged after the checkpoint
     if not resumed:
         replay.append(*preprocess(observation[:, 0]), starts=True)
 
@@ -1220,7 +1223,7 @@ if __name__ == "__main__":
     steps = range(run.saved_step, args.total_timesteps + 1)
     progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
     for step in progress:  # `step` steps have been taken
-        # Save. Nothing of this step exists yet, so a run that is resumed here repeats it whole.
+        # Save. Nothing of this step exists yet, so a run resumed here repeats all of it.
         evaluation_due = step > 0 and step % eval_frequency == 0 or step == args.total_timesteps
         checkpoint_due = evaluation_due or args.checkpoint_frequency and step % args.checkpoint_frequency == 0
         if checkpoint_due and step > run.saved_step:
@@ -1238,7 +1241,7 @@ if __name__ == "__main__":
             }
             write_whole(run_dir / "checkpoint.pt", torch.save, checkpoint)
 
-        # Evaluate, always on the same games, so that evaluations differ by the weights alone.
+        # Evaluate, always on the same games, so that only the weights differ.
         if evaluation_due:
             eval_error_map = ErrorMapCache(mae, read_only=error_map.errors)
             eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)
@@ -1258,7 +1261,7 @@ if __name__ == "__main__":
             writer.add_scalar("eval/median", median, step)
             run.evaluations.append({"step": step, "scores": scores, "median": median})
             best = max(run.evaluations, key=lambda evaluation: evaluation["median"])  # the first of equals
-            if best["step"] == step:  # so far it is the one to report
+            if best["step"] == step:  # the best so far
                 agent = {
                     "model": online.state_dict(),
                     "env_id": args.env_id,
@@ -1282,7 +1285,7 @@ if __name__ == "__main__":
         if step < args.learning_starts:
             action = int(random_actions[step])
         else:
-            with torch.no_grad():  # greedy: its noise explores
+            with torch.no_grad():  # greedy: the noise explores
                 state = replay.stacks(torch.tensor([replay.slot], device=device))
                 action = int(online.q_values(*state).argmax())
 
@@ -1297,7 +1300,7 @@ if __name__ == "__main__":
         # Store, and begin the next game where one has ended.
         clipped_reward = float(np.clip(reward[0], -1, 1))  # Table 9
         replay.complete(action, clipped_reward, life_ended)
-        if cut_off and not life_ended:  # the game's last state still has a value
+        if cut_off and not life_ended:  # so bootstrap from the game's last frame
             replay.append(*preprocess(observation[:, 0]), starts=False)
             replay.truncate()
         if game_ended:
@@ -1307,13 +1310,13 @@ if __name__ == "__main__":
             progress.set_postfix(score=run.score, games=run.games)
             run.score = 0.0
             run.actions = []
-            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, run.games))  # in place of the automatic one
+            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, run.games))  # replaces the autoreset
         replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
         # Learn.
         if step >= args.learning_starts and step % args.train_frequency == 0:
-            done = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
-            beta = args.priority_weight + (1 - args.priority_weight) * done
+            fraction = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+            beta = args.priority_weight + (1 - args.priority_weight) * fraction
             metrics = learn(
                 online,
                 target,
@@ -1350,7 +1353,7 @@ if __name__ == "__main__":
         "args": vars(args),
         "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
         "mean": float(np.mean(scores)),
-        "median": float(np.median(scores)),
+        "median": best["median"],
         "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
         "scores": scores,
         "evaluations": run.evaluations,

@@ -19,11 +19,11 @@ MAE_ALL = ["--method", "mae-all"]
 COMMON = [
     (["--env-id", "ALE/Frostbit-v5"], "--env-id ALE/Frostbit-v5 is not an Atari game .* ALE/Frostbite-v5"),
     (["--env-id", "CartPole-v1"], "--env-id CartPole-v1 is not an Atari game"),
-    (["--device", "cuda:99"], "--device cuda:99 is not here; give auto, cpu, or"),
-    (["--device", "tpu"], "--device tpu is not here; give auto, cpu, or"),
-    (["--run-name", "taken"], "--run-name taken: runs/taken is there already; give another name"),
+    (["--device", "cuda:99"], "--device cuda:99 is not available; give auto, cpu or another device"),
+    (["--device", "tpu"], "--device tpu is not available; give auto, cpu or another device"),
+    (["--run-name", "taken"], "--run-name taken: runs/taken already exists; give another name"),
     (["--resume", "nowhere"], "--resume nowhere is not the folder of an unfinished run"),
-    (["--resume", "nowhere", "--seed", "2"], "--resume stands alone"),
+    (["--resume", "nowhere", "--seed", "2"], "--resume uses the run's own arguments"),
     (["--resume", "damaged"], "--resume damaged is not the folder of an unfinished run"),
 ]
 OF_MAE = [
@@ -33,8 +33,8 @@ OF_MAE = [
     (["--decoder-dim", "66", "--decoder-heads", "2"], "--decoder-dim 66 must be a multiple of --decoder-heads 2 and"),
     (["--mae-checkpoint", ""], " cannot be read"),
     (["--mae-checkpoint", "."], ". cannot be read .Is a directory"),
-    (["--mae-mask-ratio", "1"], "--mae-mask-ratio 1.0 \\+- --mae-mask-spread 0.0 must stay from 0 to 1"),
-    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must stay from 0 to 1"),
+    (["--mae-mask-ratio", "1"], "--mae-mask-ratio 1.0 \\+- --mae-mask-spread 0.0 must be within \\[0, 1\\)"),
+    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must be within \\[0, 1\\)"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio 0.3 .*-spread 0.4 must"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-batch-size", "6000"], "--mae-frames 5000 must be at least --mae-batch-size 6000"),

@@ -66,7 +66,7 @@ def train(args):
 
     def keep_some(path, write, *content):  # pretrain_mae calls it for its checkpoint, after each epoch
         write_whole(path, write, *content)
-        epoch = torch.load(path, weights_only=True)["epoch"]
+        epoch = len(torch.load(path, weights_only=True)["losses"]["held_out_loss"])
         if epoch in (1, 2, 3, 5, 8, 10, 20, 30, 50, args.epochs):
             shutil.copyfile(path, folder / f"epoch{epoch:03d}.pt")
 
