@@ -128,7 +128,7 @@ def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for
     mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, raw rewards. Seeds go to `reset`. A life loss and the
     game's end both set `terminations`; at the game's end `info["lives"] == 0`. After it comes ale-py's autoreset step,
-    which we pre-empt with a seeded reset."""
+    which training pre-empts with a seeded reset."""
     size = args.image_size if args.method == "mae-all" else 84
     return gym.make_vec(
         args.env_id,
@@ -785,7 +785,7 @@ def draw_policy_attention(moments, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected", fontsize=11)
         axis.axis("off")
-    figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention")
+    figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention to those")
     write_whole(path, figure.savefig, dpi=110)
 
 
@@ -838,13 +838,14 @@ def mae_sizes(args):
     }
 
 
-def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}."""
+def save_mae(path, mae, args, salient_counts, made_with=None):
+    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}. made_with: the
+    arguments, a dict, of the run that pre-trained the MAE; by default those of this run."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
         "env_id": args.env_id,
-        "args": vars(args),
+        "args": made_with or vars(args),
         "salient_counts": salient_counts,
     }
     write_whole(path, torch.save, content)
@@ -857,9 +858,9 @@ def load_mae(path, mae, args):
     model = content.get("model")
     if not isinstance(model, dict) or "mask_token" not in model:
         fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
-    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
+    made_for = {"env_id": content.get("env_id", args.env_id), **(content.get("sizes") or {})}
     for name, value in made_for.items():
-        if value != getattr(args, name):
+        if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
         mae.load_state_dict(model)
@@ -894,7 +895,7 @@ def parse_args():
         stored = json.loads((run_dir / "args.json").read_text())
     except (OSError, ValueError):  # absent or damaged
         stored = {}
-    if stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
+    if not isinstance(stored, dict) or stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
         fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
     return Args(**{**stored, "resume": args.resume})
 
@@ -922,7 +923,7 @@ def check_each(args):
     try:
         ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
     except OSError as error:
-        fail(f"--env-id {args.env_id}: its ROM cannot be read ({error}); install ale-py again, or unset ALE_ROMS_DIR")
+        fail(f"--env-id {args.env_id}: its ROM cannot be read ({' '.join(str(error).split())}); unset ALE_ROMS_DIR")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
         fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
@@ -951,32 +952,36 @@ def check_args(args):
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
-        if dim % heads or dim % 4:
-            fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads} and of 4")
+        if dim % heads or part != "agent" and dim % 4:  # positions need 4
+            fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
     if args.method == "mae-all" and num_frames < args.mae_batch_size:
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if args.method == "de-rainbow-p" and num_frames <= args.n_step:
         fail(f"--mae-frames {num_frames} must be above --n-step {args.n_step}: so many random steps come first")
-    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - args.mae_mask_spread:
+    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
-            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be within [0, 1)"
+            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
+            f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
         )
     if not args.n_step < args.learning_starts <= last:
         fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {last}")
     if args.buffer_size < least:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack = {least}")
-    if not args.v_min < args.v_max:
-        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
+    if not -(2**31) < args.v_min < args.v_max < 2**31:
+        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, and both finite")
+    if args.num_atoms < 2:
+        fail(f"--num-atoms {args.num_atoms} must be at least 2")
 
 
 def pick_device(name):
     """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
+    present = ["cpu"]
+    if torch.cuda.is_available():
+        present += ["cuda", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (AssertionError, RuntimeError):  # PyTorch without CUDA, or no such device
-        fail(f"--device {name} is not available; give auto, cpu or another device")
+        name = "cuda" if "cuda" in present else "cpu"
+    if name not in present:
+        fail(f"--device {name} is not available; give auto, {', '.join(present)}")
     return torch.device(name)
 
 
@@ -1007,7 +1012,10 @@ if __name__ == "__main__":
     if not args.resume:  # nothing is created before this
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", write_json, vars(args))
-    print(f"device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; if stopped: --resume {run_dir}")
+    print(
+        f"{args.method}, device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; "
+        f"if stopped: --resume {run_dir}"
+    )
     if args.method == "mae-all":
         if ready_mae is None:
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
@@ -1201,7 +1209,7 @@ if __name__ == "__main__":
 
         # Log.
         if step % 100 == 99:
-            writer.add_scalar("charts/SPS", step / (time.perf_counter() - began), step)
+            writer.add_scalar("charts/SPS", (step + 1) / (time.perf_counter() - began), step)
 
     # The report.
     envs.close()

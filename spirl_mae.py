@@ -107,7 +107,7 @@ COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw
     rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end
-    `info["lives"] == 0`. After it comes ale-py's autoreset step, which we pre-empt with a seeded reset."""
+    `info["lives"] == 0`. After it comes ale-py's autoreset step, which training pre-empts with a seeded reset."""
     return gym.make_vec(
         args.env_id,
         num_envs,
@@ -432,7 +432,7 @@ class ErrorMapCache:
         self.size = size
         self.misses = 0
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        self.known = ChainMap(self.errors, read_only or {})
+        self.known = ChainMap(self.errors, {} if read_only is None else read_only)
         # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
         # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
         device = mae.pos_embed.device
@@ -663,7 +663,7 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
 
 def draw_loss(losses, held_out_losses, path):
     """The pre-training curve: the loss of each step, and of the held-out frames at the end of each epoch."""
-    ends = np.linspace(0, len(losses), len(held_out_losses) + 1)[1:]  # of the epochs
+    ends = np.linspace(0, len(losses), len(held_out_losses) + 1)[1:] - 1  # the epochs' last steps
     figure = Figure(figsize=(9, 5.4))
     axis = figure.subplots()
     axis.plot(losses, color=BLUE, linewidth=1, alpha=0.7, label="training batches")
@@ -717,13 +717,14 @@ def mae_sizes(args):
     }
 
 
-def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}."""
+def save_mae(path, mae, args, salient_counts, made_with=None):
+    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}. made_with: the
+    arguments, a dict, of the run that pre-trained the MAE; by default those of this run."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
         "env_id": args.env_id,
-        "args": vars(args),
+        "args": made_with or vars(args),
         "salient_counts": salient_counts,
     }
     write_whole(path, torch.save, content)
@@ -736,9 +737,9 @@ def load_mae(path, mae, args):
     model = content.get("model")
     if not isinstance(model, dict) or "mask_token" not in model:
         fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
-    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
+    made_for = {"env_id": content.get("env_id", args.env_id), **(content.get("sizes") or {})}
     for name, value in made_for.items():
-        if value != getattr(args, name):
+        if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
         mae.load_state_dict(model)
@@ -773,7 +774,7 @@ def parse_args():
         stored = json.loads((run_dir / "args.json").read_text())
     except (OSError, ValueError):  # absent or damaged
         stored = {}
-    if stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
+    if not isinstance(stored, dict) or stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
         fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
     return Args(**{**stored, "resume": args.resume})
 
@@ -801,7 +802,7 @@ def check_each(args):
     try:
         ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
     except OSError as error:
-        fail(f"--env-id {args.env_id}: its ROM cannot be read ({error}); install ale-py again, or unset ALE_ROMS_DIR")
+        fail(f"--env-id {args.env_id}: its ROM cannot be read ({' '.join(str(error).split())}); unset ALE_ROMS_DIR")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
         fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
@@ -822,9 +823,10 @@ def check_args(args):
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads} and of 4")
     if args.mae_checkpoint is None and num_frames < args.mae_batch_size:
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
-    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - args.mae_mask_spread:
+    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
-            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be within [0, 1)"
+            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
+            f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
         )
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
@@ -838,12 +840,13 @@ def check_args(args):
 
 def pick_device(name):
     """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
+    present = ["cpu"]
+    if torch.cuda.is_available():
+        present += ["cuda", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (AssertionError, RuntimeError):  # PyTorch without CUDA, or no such device
-        fail(f"--device {name} is not available; give auto, cpu or another device")
+        name = "cuda" if "cuda" in present else "cpu"
+    if name not in present:
+        fail(f"--device {name} is not available; give auto, {', '.join(present)}")
     return torch.device(name)
 
 
@@ -882,13 +885,12 @@ if __name__ == "__main__":
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    made = read_checkpoint(args.mae_checkpoint).get("args") if args.mae_checkpoint else None  # how a given MAE was made
-    save_mae(
-        run_dir / "mae.pt",
-        mae,
-        argparse.Namespace(**made) if isinstance(made, dict) else args,
-        {"counts": counts, "lorenz_slope": args.lorenz_slope},
-    )
+    made_with = None
+    if args.mae_checkpoint is not None:
+        made_with = read_checkpoint(args.mae_checkpoint).get("args")
+        made_with = made_with if isinstance(made_with, dict) else None  # facebookresearch/mae's are no dict
+    salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
+    save_mae(run_dir / "mae.pt", mae, args, salient_counts, made_with)
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)
     kept_whole = {  # percent: share of the frames that lose no salient patch at this maximal ratio

@@ -137,7 +137,7 @@ COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw
     rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end
-    `info["lives"] == 0`. After it comes ale-py's autoreset step, which we pre-empt with a seeded reset."""
+    `info["lives"] == 0`. After it comes ale-py's autoreset step, which training pre-empts with a seeded reset."""
     return gym.make_vec(
         args.env_id,
         num_envs,
@@ -462,7 +462,7 @@ class ErrorMapCache:
         self.size = size
         self.misses = 0
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        self.known = ChainMap(self.errors, read_only or {})
+        self.known = ChainMap(self.errors, {} if read_only is None else read_only)
         # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
         # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
         device = mae.pos_embed.device
@@ -927,7 +927,7 @@ def draw_policy_attention(moments, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected", fontsize=11)
         axis.axis("off")
-    figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention")
+    figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention to those")
     write_whole(path, figure.savefig, dpi=110)
 
 
@@ -980,13 +980,14 @@ def mae_sizes(args):
     }
 
 
-def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}."""
+def save_mae(path, mae, args, salient_counts, made_with=None):
+    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}. made_with: the
+    arguments, a dict, of the run that pre-trained the MAE; by default those of this run."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
         "env_id": args.env_id,
-        "args": vars(args),
+        "args": made_with or vars(args),
         "salient_counts": salient_counts,
     }
     write_whole(path, torch.save, content)
@@ -999,9 +1000,9 @@ def load_mae(path, mae, args):
     model = content.get("model")
     if not isinstance(model, dict) or "mask_token" not in model:
         fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
-    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
+    made_for = {"env_id": content.get("env_id", args.env_id), **(content.get("sizes") or {})}
     for name, value in made_for.items():
-        if value != getattr(args, name):
+        if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
         mae.load_state_dict(model)
@@ -1036,7 +1037,7 @@ def parse_args():
         stored = json.loads((run_dir / "args.json").read_text())
     except (OSError, ValueError):  # absent or damaged
         stored = {}
-    if stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
+    if not isinstance(stored, dict) or stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
         fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
     return Args(**{**stored, "resume": args.resume})
 
@@ -1064,7 +1065,7 @@ def check_each(args):
     try:
         ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
     except OSError as error:
-        fail(f"--env-id {args.env_id}: its ROM cannot be read ({error}); install ale-py again, or unset ALE_ROMS_DIR")
+        fail(f"--env-id {args.env_id}: its ROM cannot be read ({' '.join(str(error).split())}); unset ALE_ROMS_DIR")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
         fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
@@ -1083,13 +1084,14 @@ def check_args(args):
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
-        if dim % heads or dim % 4:
-            fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads} and of 4")
+        if dim % heads or part != "agent" and dim % 4:  # positions need 4
+            fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
     if num_frames < args.mae_batch_size:
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
-    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - args.mae_mask_spread:
+    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
-            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be within [0, 1)"
+            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
+            f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
         )
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
@@ -1097,8 +1099,10 @@ def check_args(args):
         fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {last}")
     if args.buffer_size < least:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack = {least}")
-    if not args.v_min < args.v_max:
-        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
+    if not -(2**31) < args.v_min < args.v_max < 2**31:
+        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, and both finite")
+    if args.num_atoms < 2:
+        fail(f"--num-atoms {args.num_atoms} must be at least 2")
     for field in fields(args):
         of_pretraining = field.name.startswith("mae_") and field.name != "mae_checkpoint"
         if args.mae_checkpoint is not None and of_pretraining and getattr(args, field.name) != field.default:
@@ -1107,12 +1111,13 @@ def check_args(args):
 
 def pick_device(name):
     """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
+    present = ["cpu"]
+    if torch.cuda.is_available():
+        present += ["cuda", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (AssertionError, RuntimeError):  # PyTorch without CUDA, or no such device
-        fail(f"--device {name} is not available; give auto, cpu or another device")
+        name = "cuda" if "cuda" in present else "cpu"
+    if name not in present:
+        fail(f"--device {name} is not available; give auto, {', '.join(present)}")
     return torch.device(name)
 
 
@@ -1337,7 +1342,7 @@ if __name__ == "__main__":
 
         # Log.
         if step % 100 == 99:
-            writer.add_scalar("charts/SPS", step / (time.perf_counter() - began), step)
+            writer.add_scalar("charts/SPS", (step + 1) / (time.perf_counter() - began), step)
             writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)
             writer.add_scalar("charts/cache_misses", error_map.misses, step)
 

@@ -19,22 +19,24 @@ MAE_ALL = ["--method", "mae-all"]
 COMMON = [
     (["--env-id", "ALE/Frostbit-v5"], "--env-id ALE/Frostbit-v5 is not an Atari game .* ALE/Frostbite-v5"),
     (["--env-id", "CartPole-v1"], "--env-id CartPole-v1 is not an Atari game"),
-    (["--device", "cuda:99"], "--device cuda:99 is not available; give auto, cpu or another device"),
-    (["--device", "tpu"], "--device tpu is not available; give auto, cpu or another device"),
+    (["--device", "cuda:99"], "--device cuda:99 is not available; give auto, cpu"),
+    (["--device", "meta"], "--device meta is not available"),
+    (["--device", "tpu"], "--device tpu is not available; give auto, cpu"),
     (["--run-name", "taken"], "--run-name taken: runs/taken already exists; give another name"),
     (["--resume", "nowhere"], "--resume nowhere is not the folder of an unfinished run"),
     (["--resume", "nowhere", "--seed", "2"], "--resume uses the run's own arguments"),
     (["--resume", "damaged"], "--resume damaged is not the folder of an unfinished run"),
+    (["--resume", "null"], "--resume null is not the folder of an unfinished run"),
 ]
 OF_MAE = [
     (["--image-size", "100"], "--image-size 100 must be --patch-size 8 times"),
     (["--image-size", "16"], "--image-size 16 must be --patch-size 8 times a whole number of at least 3"),
-    (["--encoder-heads", "5"], "--encoder-dim 64 must be a multiple of --encoder-heads 5 and of 4"),
-    (["--decoder-dim", "66", "--decoder-heads", "2"], "--decoder-dim 66 must be a multiple of --decoder-heads 2 and"),
+    (["--encoder-heads", "5"], "--encoder-dim 64 must be a multiple of --encoder-heads 5"),
+    (["--decoder-dim", "66", "--decoder-heads", "2"], "--decoder-dim 66 must be a multiple of --decoder-heads 2"),
     (["--mae-checkpoint", ""], " cannot be read"),
     (["--mae-checkpoint", "."], ". cannot be read .Is a directory"),
-    (["--mae-mask-ratio", "1"], "--mae-mask-ratio 1.0 \\+- --mae-mask-spread 0.0 must be within \\[0, 1\\)"),
-    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must be within \\[0, 1\\)"),
+    (["--mae-mask-ratio", "1"], "--mae-mask-ratio 1.0 \\+- --mae-mask-spread 0.0 must be from 0 to below 0.993"),
+    (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must be from 0 to below"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio 0.3 .*-spread 0.4 must"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-batch-size", "6000"], "--mae-frames 5000 must be at least --mae-batch-size 6000"),
@@ -53,6 +55,8 @@ OF_AGENT = [
     (["--learning-starts", "100000"], "--learning-starts 100000 must be above --n-step .20. and at most 99999"),
     (["--learning-starts", "10"], "--learning-starts 10 must be above --n-step"),
     (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be .* at most 1500"),
+    (["--num-atoms", "1"], "--num-atoms 1 must be at least 2"),
+    (["--v-max", "inf"], "--v-min -10.0 must be below --v-max inf, and both finite"),
     (["--buffer-size", "30"], "--buffer-size 30 must be at least --batch-size"),
     (["--v-min", "10"], "--v-min 10.0 must be below --v-max 10.0"),
 ]
@@ -85,6 +89,8 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
     (tmp_path / "runs/taken").mkdir(parents=True)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/args.json").write_text('{"seed": 1')
+    (tmp_path / "null").mkdir()
+    (tmp_path / "null/args.json").write_text("null")
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     torch.save(small, tmp_path / "small.pt")
     torch.save({"model": 5, "sizes": None}, tmp_path / "foreign.pt")

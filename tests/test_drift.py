@@ -77,7 +77,7 @@ ONLY_BASELINES = {
 ONLY_RGB = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw',
     "rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end",
-    '`info["lives"] == 0`. After it comes ale-py\'s autoreset step, which we pre-empt with a seeded reset."""',
+    '`info["lives"] == 0`. After it comes ale-py\'s autoreset step, which training pre-empts with a seeded reset."""',
     'img_height=args.image_size,',
     'img_width=args.image_size,',
     'grayscale=False,',
@@ -87,7 +87,7 @@ ONLY_GREY = {
     'mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, raw rewards. Seeds go to `reset`. A life loss and the',
     "game's end both set `terminations`; at the game's end `info[\"lives\"] == 0`. After it comes ale-py's autoreset "
     "step,",
-    'which we pre-empt with a seeded reset."""',
+    'which training pre-empts with a seeded reset."""',
     'size = args.image_size if args.method == "mae-all" else 84',
     'img_height=size,',
     'img_width=size,',

@@ -131,10 +131,12 @@ def test_frames_of_another_kind_are_refused_with_what_is_wanted(frames):
 
 
 def test_grey_images_and_many_small_patches():
-    mae = spirl.MaskedAutoencoder(image_size=80, patch_size=1, encoder_depth=1, decoder_depth=1, channels=1)
-    loss, prediction, _ = mae(torch.randint(256, (1, 80, 80, 1), dtype=torch.uint8), 0.99)
-    assert prediction.shape == (1, 6400, 1)
-    assert len(spirl.surrounding_patches(300)) == 90_000  # one by one, not each against each
+    mae = spirl.MaskedAutoencoder(image_size=80, patch_size=2, encoder_depth=1, decoder_depth=1, channels=1)
+    loss, prediction, _ = mae(torch.randint(256, (1, 80, 80, 1), dtype=torch.uint8), 0.9)
+    assert prediction.shape == (1, 1600, 4) and loss.isfinite()
+    mae = spirl.MaskedAutoencoder(image_size=300, patch_size=1, encoder_depth=1, decoder_depth=1)
+    hashes = spirl.ErrorMapCache(mae).hashes(torch.zeros(1, 300, 300, 3, dtype=torch.uint8))
+    assert len(set(hashes)) == 90_000  # a place is part of the key, more than 255 a side too
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -55,8 +54,7 @@ def test_a_run_leaves_what_the_readme_says(first):
         assert share == pytest.approx(kept)
     assert results["K"]["50%"] == int(np.median(counts))
     model = spirl.MaskedAutoencoder(image_size=48, encoder_depth=1, decoder_dim=32, decoder_depth=2)
-    for part, number in (("encoder", count([model.patch_embed, model.blocks, model.norm])), ("total", count([model]))):
-        assert re.search(rf"^{part} +{number:,}$", printed, re.MULTILINE)
+    assert f"\n{count([model]):,} parameters\n" in printed
 
 
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, again):
@@ -164,7 +162,8 @@ def test_the_max_ratio_figure(drawn):
     spirl_mae.draw_max_ratio(counts, 144, 0.40, 0.35, "Frostbite", None)
     axis = drawn[0].axes[0]
     heights = {round(bar.get_x() + bar.get_width() / 2, 2): bar.get_height() for bar in axis.patches}
-    assert {x: height for x, height in heights.items() if height} == {2.5: 30.0, 7.5: 50.0, 32.5: 15.0, 37.5: 5.0}
+    assert {x: height for x, height in heights.items() if height > 1e-9} == pytest.approx(
+        {2.5: 30.0, 7.5: 50.0, 32.5: 15.0, 37.5: 5.0})
     assert [line.get_xdata()[0] for line in axis.get_lines()] == [40.0, 35.0]
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
         "mr*: 40 %, keeps 100.00 % of the frames whole", "ratio in use: 35 %, keeps 95.00 % of the frames whole"]
@@ -174,5 +173,5 @@ def test_the_loss_figure(drawn):
     spirl_mae.draw_loss([0.9, 0.5, 0.4, 0.3], [0.6, 0.2], None)
     lines = drawn[0].axes[0].get_lines()
     assert [list(map(float, line.get_ydata())) for line in lines] == [[0.9, 0.5, 0.4, 0.3], [0.6, 0.2]]
-    assert lines[1].get_xdata().tolist() == [2, 4]  # two batches an epoch
+    assert lines[1].get_xdata().tolist() == [1, 3]  # the last of two batches an epoch
     assert drawn[0].axes[0].get_yscale() == "log"

@@ -225,9 +225,10 @@ def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatc
     assert end["run"].updates == 10
 
 
-def test_the_target_network_begins_as_a_copy_of_the_online_one(tmp_path, small_run, monkeypatch):
+def test_the_target_network_begins_as_a_copy_of_the_online_one(tmp_path, small_run, monkeypatch, capsys):
     end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--run-name", "few",
                    "--total-timesteps", 123, "--eval-episodes", 1, "--max-episode-frames", 100)
+    assert "runs/few; if stopped: --resume runs/few\n" in capsys.readouterr().out
     torch.manual_seed(1)
     first = spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 18)  # the run's first random weights
     online, target = dict(end["online"].named_parameters()), dict(end["target"].named_parameters())

@@ -160,7 +160,8 @@ def test_killed_at_chosen_instants(whole, killed_and_resumed):
 def test_a_baseline_goes_on_only_where_its_game_comes_back(tmp_path, whole, killed_baseline, monkeypatch, capsys):
     path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
     content = torch.load(path / "checkpoint.pt", weights_only=True)
-    assert content["run"]["saved_step"] == 160 and len(content["run"]["actions"]) == 60  # in the middle of the second game
+    assert content["run"]["saved_step"] == 160  # in the middle of the second game:
+    assert len(content["run"]["actions"]) == 60
     torch.save({**content, "observation": content["observation"] + 1}, path / "checkpoint.pt")  # another picture
     for message in ("the replayed game differs at step 160", "checkpoint.pt is not a checkpoint"):
         with pytest.raises(SystemExit) as stop:
