@@ -1,7 +1,6 @@
 """spirl_mae.py: what its figures show, that it repeats itself, and that its checkpoints travel between the scripts."""
 
 import json
-import math
 
 import numpy as np
 import pytest
