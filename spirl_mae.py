@@ -23,12 +23,13 @@ import math
 import os
 import sys
 import time
-from collections import ChainMap, OrderedDict
-from dataclasses import dataclass, fields
+from collections import OrderedDict
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import ale_py
 import gymnasium as gym
@@ -76,7 +77,8 @@ class Args:
     decoder_depth: int = 3  # Transformer layers of the decoder (Table 4)
     decoder_heads: int = 8  # attention heads of the decoder (Table 4)
 
-    # most patches kept, as a share of all; without it Table 13's for the paper's four games, mr* for any other
+    # most patches kept, as a share of all; without it Table 13's for the paper's four games,
+    # for any other the ideal one (mr*, Appendix B.5)
     max_ratio: float | None = None
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
     # divides the curve's rise over two patches by one patch's step, which makes it 0.5
@@ -148,8 +150,8 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    skips if `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. Only the z of x[rows]
-    are computed, by default all."""
+    skips if `residual` is False. The first token is [cls]; patches where `present` (B, T-1) is False are not attended
+    to. Only the z of x[rows] are computed, by default all."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -164,7 +166,10 @@ class Block(nn.Module):
         """Queries, keys and values of all tokens, (B, T, h, d) each."""
         return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
 
-    def forward(self, x, mask=None, rows=np.s_[:]):
+    def forward(self, x, present=None, rows=np.s_[:]):
+        mask = None
+        if present is not None:
+            mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
         q, k, v = self.project(x)
         x = x[rows]
         q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
@@ -181,6 +186,13 @@ def normalize_patches(patches):
     mean = patches.mean(-1, keepdim=True)
     variance = patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
+
+
+def initialize(layer):
+    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: a row of zeros stays zero."""
+    if isinstance(layer, nn.Linear | nn.Conv2d):
+        nn.init.xavier_uniform_(layer.weight.flatten(1))
+        nn.init.zeros_(layer.bias)
 
 
 class MaskedAutoencoder(nn.Module):
@@ -221,10 +233,7 @@ class MaskedAutoencoder(nn.Module):
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
         self.decoder_pred = nn.Linear(decoder_dim, channels * patch_size**2)
 
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
-                nn.init.zeros_(module.bias)
+        self.apply(initialize)
 
     def patchify(self, frames):
         """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flat. Raises ValueError for frames
@@ -244,11 +253,8 @@ class MaskedAutoencoder(nn.Module):
         x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, K, D)
         x = x + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-        mask = None
-        if present is not None:
-            mask = F.pad(present, (1, 0), value=True)[:, None, None]  # [cls] is always attended to
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, present)
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
@@ -292,7 +298,7 @@ def collect_random_frames(args, num_frames):
     frames = torch.empty(num_frames, args.image_size, args.image_size, 3, dtype=torch.uint8)
     num_games = 0
     over = True
-    for i in tqdm(range(num_frames), "collecting frames", unit="frame"):
+    for i in tqdm(range(num_frames), "collecting frames"):
         if over:
             observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, num_games))
             num_games += 1
@@ -343,11 +349,11 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     first_epoch = len(losses["held_out_loss"])
 
     writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # drops what was logged after the checkpoint
-    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches, unit="batch")
+    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches)
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
         order = torch.from_numpy(rng.permutation(len(frames)))
-        masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, epoch)[0]))
+        masks = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
 
         for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
             for group in optimizer.param_groups:
@@ -357,11 +363,11 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
                 loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
-            # Only to raise RuntimeError where a gradient is not finite.
-            nn.utils.get_total_norm([parameter.grad for parameter in parameters], error_if_nonfinite=True)
+            # Clips nothing, but raises RuntimeError where a gradient is not finite.
+            nn.utils.clip_grad_norm_(parameters, math.inf, error_if_nonfinite=True)
             optimizer.step()
             losses["loss"].append(loss.item())
-            writer.add_scalar("mae/loss", loss.item(), step)
+            writer.add_scalar("mae/loss", loss, step)
             progress.update()
 
         with torch.no_grad():  # with the same masks each time
@@ -422,46 +428,39 @@ class ErrorMapCache:
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
     up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million
-    neighbourhoods share one are below one in a million. When `size` errors are stored (180 bytes each), the oldest
-    goes. `read_only`, the `errors` of another cache, is read too but not written to: evaluation stores what it computes
-    in a cache of its own. `misses` counts the neighbourhoods that were computed.
+    neighbourhoods share one are below one in a million. At most `size` errors are kept (180 bytes each), the newest.
     """
 
-    def __init__(self, mae, size=2**22, read_only=None):
+    def __init__(self, mae, size=2**22):
         self.mae = mae
         self.size = size
-        self.misses = 0
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        self.known = ChainMap(self.errors, {} if read_only is None else read_only)
         # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
         # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
-        device = mae.pos_embed.device
         surroundings = surrounding_patches(mae.side)
-        self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings], device=device)
-        self.present = torch.tensor([[i < len(ids) for i in range(8)] for ids in surroundings], device=device)  # (N, 8)
+        with mae.pos_embed.device:
+            self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings])  # (N, 8)
+            self.present = torch.tensor([[i < len(ids) for i in range(8)] for ids in surroundings])  # (N, 8)
 
     @torch.no_grad()
     def __call__(self, frames):
         """E (B, N), float32, of uint8 frames (B, H, W, 3); on the frames' device."""
         hashes = self.hashes(frames)
-        errors = {key: self.known.get(key) for key in hashes}
-        new = {key: index for index, key in enumerate(hashes) if errors[key] is None}  # index = frame * N + place
+        new = {key: index for index, key in enumerate(hashes) if key not in self.errors}  # index = frame * N + place
         if new:
             patches = self.mae.patchify(frames.to(self.surroundings.device))  # (B, N, C)
             indices = torch.tensor(list(new.values()), device=patches.device)  # (M,)
-            computed = torch.cat([self.compute(patches, some) for some in indices.split(32)])
-            for key, error in zip(new, computed.tolist()):
-                if len(self.errors) == self.size:
-                    self.errors.popitem(last=False)
-                self.errors[key] = error
-                errors[key] = error
-            self.misses += len(new)
-        return torch.tensor([errors[key] for key in hashes], device=frames.device).view(len(frames), -1)
+            computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
+            self.errors.update(zip(new, computed.tolist()))
+        errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
+        while len(self.errors) > self.size:
+            self.errors.popitem(last=False)
+        return errors.view(len(frames), -1)
 
     def hashes(self, frames):
         """Hashes, a list of B*N integers, of the 3x3 neighbourhoods of uint8 frames (B, H, W, 3)."""
         size = self.mae.patch_size
-        padded = np.pad(frames.cpu().numpy(), ((0, 0), (size, size), (size, size), (0, 0)))
+        padded = F.pad(frames.cpu(), (0, 0, size, size, size, size)).numpy()
         hashes = []
         for frame, row, column in product(padded, range(self.mae.side), range(self.mae.side)):
             pixels = frame[size * row : size * (row + 3), size * column : size * (column + 3)]
@@ -510,13 +509,13 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. From 10,000 frames on only
-    every (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
+    """{"counts": K of uint8 frames (n, H, W, 3), without a maximum, an int64 tensor (n,); "lorenz_slope"}. From 10,000
+    frames on only every (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
-    batches = tqdm(frames.split(64), "counting salient patches", unit="batch")
-    errors = torch.cat([error_map(batch) for batch in batches])  # (n, N)
-    return select_salient_patches(errors, mae.num_patches, lorenz_slope)[1]
+    errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])  # (n, N)
+    _, counts = select_salient_patches(errors, mae.num_patches, lorenz_slope)
+    return {"counts": counts, "lorenz_slope": lorenz_slope}
 
 
 def ratio_to_patches(ratio, num_patches):
@@ -591,9 +590,9 @@ def draw_reconstruction(mae, frames, path):
     write_whole(path, figure.savefig)
 
 
-def mark_patches(frame, selected, attended, side, zoom=4):
-    """The frame (H, W, 3) enlarged, with the selected patches outlined in red and the attended ones in yellow."""
-    picture = frame.repeat(zoom, 0).repeat(zoom, 1)
+def mark_patches(frame, selected, attended, side):
+    """The frame (H, W, 3) four times as large, the selected patches outlined in red and the attended ones in yellow."""
+    picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
     border = np.ones((size, size), bool)
@@ -677,7 +676,7 @@ def draw_loss(losses, held_out_losses, path):
     write_whole(path, figure.savefig)
 
 
-# ------------------------------------------------------------------------------------------------------------- 6. Files
+# ---------------------------------------------------------------------------------------- 6. Files and the command line
 def write_whole(path, write, *content, **options):
     """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
     file to `path`: a kill leaves the old file or the new one."""
@@ -717,14 +716,13 @@ def mae_sizes(args):
     }
 
 
-def save_mae(path, mae, args, salient_counts, made_with=None):
-    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}. made_with: the
-    arguments, a dict, of the run that pre-trained the MAE; by default those of this run."""
+def save_mae(path, mae, args, salient_counts):
+    """Write mae.pt. salient_counts: what count_salient_patches returns, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
         "env_id": args.env_id,
-        "args": made_with or vars(args),
+        "args": vars(args),
         "salient_counts": salient_counts,
     }
     write_whole(path, torch.save, content)
@@ -767,22 +765,23 @@ def parse_args():
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.resume is None:
         return args
-    if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
+    if sum(word.startswith("--") for word in sys.argv) > 1:
         fail("--resume uses the run's own arguments; leave out all other flags")
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
-    except (OSError, ValueError):  # absent or damaged
-        stored = {}
-    if not isinstance(stored, dict) or stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
+        stored_args = Args(**{**stored, "resume": args.resume})
+    except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
+        stored_args = None
+    if stored_args is None or (run_dir / "results.json").exists():
         fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    return Args(**{**stored, "resume": args.resume})
+    return stored_args
 
 
 # Flags of all three scripts.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
-SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage"}
-SHARES |= {"gamma", "priority_exponent", "priority_weight", "eval_epsilon"}
+SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
+SHARES |= {"priority_exponent", "priority_weight"}
 
 
 def check_each(args):
@@ -790,14 +789,14 @@ def check_each(args):
     for name, value in vars(args).items():
         if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
-        most = 1 if name in SHARES else 2**31
+        limit = 1 if name in SHARES else 2**31
         may_be_0 = name in MAY_BE_0 | SHARES
-        if not (0 < value <= most or value == 0 and may_be_0):  # this form also refuses nan
-            fail(f"--{name.replace('_', '-')} is {value}; give a number {'from' if may_be_0 else 'above'} 0 to {most}")
+        if not (0 < value <= limit or value == 0 and may_be_0):  # this form also refuses nan
+            fail(f"--{name.replace('_', '-')} is {value}; give one {'from' if may_be_0 else 'above'} 0 to {limit}")
 
-    games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
+    games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
-        close = difflib.get_close_matches(args.env_id, games, n=3, cutoff=0.0)
+        close = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
     try:
         ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
@@ -811,7 +810,6 @@ def check_args(args):
     """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
-    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     if args.image_size % args.patch_size or num_patches < 9:
         fail(
             f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"
@@ -821,8 +819,8 @@ def check_args(args):
         heads = getattr(args, f"{part}_heads")
         if dim % heads or dim % 4:
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads} and of 4")
-    if args.mae_checkpoint is None and num_frames < args.mae_batch_size:
-        fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
+    if args.mae_checkpoint is None and args.mae_frames is not None and args.mae_frames < args.mae_batch_size:
+        fail(f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
@@ -832,22 +830,20 @@ def check_args(args):
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
     if args.coverage == 1:
         fail("--coverage must be below 1: mr* keeps more than that share of the frames whole")
-    for field in fields(args):
-        of_pretraining = field.name.startswith("mae_") and field.name not in ("mae_checkpoint", "mae_frames")
-        if args.mae_checkpoint is not None and of_pretraining and getattr(args, field.name) != field.default:
-            fail(f"--{field.name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
+    for name, value in vars(args).items():
+        of_pretraining = name.startswith("mae_") and name not in ("mae_checkpoint", "mae_frames")
+        if args.mae_checkpoint is not None and of_pretraining and value != getattr(Args, name):
+            fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
 
 
 def pick_device(name):
     """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
-    present = ["cpu"]
-    if torch.cuda.is_available():
-        present += ["cuda", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
     if name == "auto":
-        name = "cuda" if "cuda" in present else "cpu"
-    if name not in present:
-        fail(f"--device {name} is not available; give auto, {', '.join(present)}")
-    return torch.device(name)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError):
+        fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
 # -------------------------------------------------------------------------------------------------------------- 7. Main
@@ -874,23 +870,23 @@ if __name__ == "__main__":
     # Pre-train on random play, or only collect some.
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
-    held_out = frames[num_frames:]
-    frames = frames[:num_frames]
+    frames, held_out = frames.split([num_frames, HELD_OUT_FRAMES])
     losses = {"loss": [], "held_out_loss": []}
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if args.mae_checkpoint is None:
         losses = pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume is not None)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     mae.eval().requires_grad_(False)
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
-    counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    made_with = None
+    salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
+    made_with = args
     if args.mae_checkpoint is not None:
-        made_with = read_checkpoint(args.mae_checkpoint).get("args")
-        made_with = made_with if isinstance(made_with, dict) else None  # facebookresearch/mae's are no dict
-    salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
-    save_mae(run_dir / "mae.pt", mae, args, salient_counts, made_with)
+        stored = read_checkpoint(args.mae_checkpoint).get("args")
+        if isinstance(stored, dict):  # facebookresearch/mae's are no dict
+            made_with = SimpleNamespace(**stored)
+    save_mae(run_dir / "mae.pt", mae, made_with, salient_counts)
+    counts = salient_counts["counts"]
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)
     kept_whole = {  # percent: share of the frames that lose no salient patch at this maximal ratio
@@ -933,7 +929,7 @@ if __name__ == "__main__":
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     write_whole(run_dir / "results.json", write_json, results)
-    (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
+    (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
     if losses["loss"]:
         print(
             f"loss of the last 50 batches {results['final_loss']:.4f}; of held-out frames, --mae-mask-ratio hidden: "

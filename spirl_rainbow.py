@@ -24,9 +24,9 @@ import os
 import shutil
 import sys
 import time
-from collections import ChainMap, OrderedDict
+from collections import OrderedDict
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
@@ -84,7 +84,8 @@ class Args:
     decoder_heads: int = 8  # attention heads of the decoder (Table 4)
     # dynamic: the frame's Lorenz curve decides how many patches, up to the maximum; fixed: always the maximum
     selection: Literal["dynamic", "fixed"] = "dynamic"
-    # most patches kept, as a share of all; without it Table 13's for the paper's four games, mr* for any other
+    # most patches kept, as a share of all; without it Table 13's for the paper's four games,
+    # for any other the ideal one (mr*, Appendix B.5)
     max_ratio: float | None = None
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
     # divides the curve's rise over two patches by one patch's step, which makes it 0.5
@@ -178,8 +179,8 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    skips if `residual` is False. Tokens where `mask` (B, 1, 1, T) is False are not attended to. Only the z of x[rows]
-    are computed, by default all."""
+    skips if `residual` is False. The first token is [cls]; patches where `present` (B, T-1) is False are not attended
+    to. Only the z of x[rows] are computed, by default all."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -194,7 +195,10 @@ class Block(nn.Module):
         """Queries, keys and values of all tokens, (B, T, h, d) each."""
         return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
 
-    def forward(self, x, mask=None, rows=np.s_[:]):
+    def forward(self, x, present=None, rows=np.s_[:]):
+        mask = None
+        if present is not None:
+            mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
         q, k, v = self.project(x)
         x = x[rows]
         q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
@@ -211,6 +215,13 @@ def normalize_patches(patches):
     mean = patches.mean(-1, keepdim=True)
     variance = patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
+
+
+def initialize(layer):
+    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: a row of zeros stays zero."""
+    if isinstance(layer, nn.Linear | nn.Conv2d):
+        nn.init.xavier_uniform_(layer.weight.flatten(1))
+        nn.init.zeros_(layer.bias)
 
 
 class MaskedAutoencoder(nn.Module):
@@ -251,10 +262,7 @@ class MaskedAutoencoder(nn.Module):
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
         self.decoder_pred = nn.Linear(decoder_dim, channels * patch_size**2)
 
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
-                nn.init.zeros_(module.bias)
+        self.apply(initialize)
 
     def patchify(self, frames):
         """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flat. Raises ValueError for frames
@@ -274,11 +282,8 @@ class MaskedAutoencoder(nn.Module):
         x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, K, D)
         x = x + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
-        mask = None
-        if present is not None:
-            mask = F.pad(present, (1, 0), value=True)[:, None, None]  # [cls] is always attended to
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, present)
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
@@ -322,7 +327,7 @@ def collect_random_frames(args, num_frames):
     frames = torch.empty(num_frames, args.image_size, args.image_size, 3, dtype=torch.uint8)
     num_games = 0
     over = True
-    for i in tqdm(range(num_frames), "collecting frames", unit="frame"):
+    for i in tqdm(range(num_frames), "collecting frames"):
         if over:
             observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, num_games))
             num_games += 1
@@ -373,11 +378,11 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     first_epoch = len(losses["held_out_loss"])
 
     writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # drops what was logged after the checkpoint
-    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches, unit="batch")
+    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches)
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
         order = torch.from_numpy(rng.permutation(len(frames)))
-        masks = torch.Generator(device).manual_seed(int(game_seeds(args.seed, PRETRAIN, epoch)[0]))
+        masks = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
 
         for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
             for group in optimizer.param_groups:
@@ -387,11 +392,11 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
                 loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
             optimizer.zero_grad()
             loss.backward()
-            # Only to raise RuntimeError where a gradient is not finite.
-            nn.utils.get_total_norm([parameter.grad for parameter in parameters], error_if_nonfinite=True)
+            # Clips nothing, but raises RuntimeError where a gradient is not finite.
+            nn.utils.clip_grad_norm_(parameters, math.inf, error_if_nonfinite=True)
             optimizer.step()
             losses["loss"].append(loss.item())
-            writer.add_scalar("mae/loss", loss.item(), step)
+            writer.add_scalar("mae/loss", loss, step)
             progress.update()
 
         with torch.no_grad():  # with the same masks each time
@@ -452,46 +457,39 @@ class ErrorMapCache:
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
     up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million
-    neighbourhoods share one are below one in a million. When `size` errors are stored (180 bytes each), the oldest
-    goes. `read_only`, the `errors` of another cache, is read too but not written to: evaluation stores what it computes
-    in a cache of its own. `misses` counts the neighbourhoods that were computed.
+    neighbourhoods share one are below one in a million. At most `size` errors are kept (180 bytes each), the newest.
     """
 
-    def __init__(self, mae, size=2**22, read_only=None):
+    def __init__(self, mae, size=2**22):
         self.mae = mae
         self.size = size
-        self.misses = 0
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        self.known = ChainMap(self.errors, {} if read_only is None else read_only)
         # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
         # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
-        device = mae.pos_embed.device
         surroundings = surrounding_patches(mae.side)
-        self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings], device=device)
-        self.present = torch.tensor([[i < len(ids) for i in range(8)] for ids in surroundings], device=device)  # (N, 8)
+        with mae.pos_embed.device:
+            self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings])  # (N, 8)
+            self.present = torch.tensor([[i < len(ids) for i in range(8)] for ids in surroundings])  # (N, 8)
 
     @torch.no_grad()
     def __call__(self, frames):
         """E (B, N), float32, of uint8 frames (B, H, W, 3); on the frames' device."""
         hashes = self.hashes(frames)
-        errors = {key: self.known.get(key) for key in hashes}
-        new = {key: index for index, key in enumerate(hashes) if errors[key] is None}  # index = frame * N + place
+        new = {key: index for index, key in enumerate(hashes) if key not in self.errors}  # index = frame * N + place
         if new:
             patches = self.mae.patchify(frames.to(self.surroundings.device))  # (B, N, C)
             indices = torch.tensor(list(new.values()), device=patches.device)  # (M,)
-            computed = torch.cat([self.compute(patches, some) for some in indices.split(32)])
-            for key, error in zip(new, computed.tolist()):
-                if len(self.errors) == self.size:
-                    self.errors.popitem(last=False)
-                self.errors[key] = error
-                errors[key] = error
-            self.misses += len(new)
-        return torch.tensor([errors[key] for key in hashes], device=frames.device).view(len(frames), -1)
+            computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
+            self.errors.update(zip(new, computed.tolist()))
+        errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
+        while len(self.errors) > self.size:
+            self.errors.popitem(last=False)
+        return errors.view(len(frames), -1)
 
     def hashes(self, frames):
         """Hashes, a list of B*N integers, of the 3x3 neighbourhoods of uint8 frames (B, H, W, 3)."""
         size = self.mae.patch_size
-        padded = np.pad(frames.cpu().numpy(), ((0, 0), (size, size), (size, size), (0, 0)))
+        padded = F.pad(frames.cpu(), (0, 0, size, size, size, size)).numpy()
         hashes = []
         for frame, row, column in product(padded, range(self.mae.side), range(self.mae.side)):
             pixels = frame[size * row : size * (row + 3), size * column : size * (column + 3)]
@@ -559,13 +557,13 @@ def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """K of uint8 frames (n, H, W, 3), without a maximum, as an int64 tensor on the CPU. From 10,000 frames on only
-    every (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
+    """{"counts": K of uint8 frames (n, H, W, 3), without a maximum, an int64 tensor (n,); "lorenz_slope"}. From 10,000
+    frames on only every (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
-    batches = tqdm(frames.split(64), "counting salient patches", unit="batch")
-    errors = torch.cat([error_map(batch) for batch in batches])  # (n, N)
-    return select_salient_patches(errors, mae.num_patches, lorenz_slope)[1]
+    errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])  # (n, N)
+    _, counts = select_salient_patches(errors, mae.num_patches, lorenz_slope)
+    return {"counts": counts, "lorenz_slope": lorenz_slope}
 
 
 def ratio_to_patches(ratio, num_patches):
@@ -615,8 +613,8 @@ class Replay:
     def append(self, frame, count, starts):
         """Store a frame with `count` patches besides padding; `starts`: a new life starts here."""
         self.slot = (self.slot + 1) % self.capacity
-        self.life += bool(starts)
-        now = slice(self.slot, self.slot + 1)  # a slice, since with an index the CPU would wait for the GPU
+        self.life += starts
+        now = self.slot
 
         # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
         # that do. If one life fills the ring, its new frame would also be mistaken for an old one.
@@ -634,7 +632,7 @@ class Replay:
 
     def complete(self, action, reward, ended):
         """Add the newest frame's action, its clipped reward, and whether a life or the game ended."""
-        now = slice(self.slot, self.slot + 1)
+        now = self.slot
         self.actions[now] = action
         self.rewards[now] = reward
         self.ended[now] = ended
@@ -654,9 +652,8 @@ class Replay:
     def stacks(self, slots):
         """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S)."""
         window = (slots[:, None] + self.stack_offsets) % self.capacity  # (B, S)
-        frames = self.frames.index_select(0, window.flatten()).unflatten(0, window.shape)  # faster than frames[window]
         same_life = self.lives[window] == self.lives[slots][:, None]
-        return frames, self.counts[window] * same_life
+        return self.frames[window], self.counts[window] * same_life
 
     def sample(self, batch_size, beta, generator):
         """Slots (B,), drawn in proportion to p**alpha, one from each of B equal shares of the mass, and importance
@@ -669,7 +666,8 @@ class Replay:
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)  # the first with more mass
         # Rounding can land past the last slot with a priority, or on one without: it gets weight 0.
-        weights = torch.where(self.priorities[slots] > 0, self.priorities[slots] ** -beta, 0.0)
+        priorities = self.priorities[slots]
+        weights = torch.where(priorities > 0, priorities**-beta, 0.0)
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
@@ -677,9 +675,8 @@ class Replay:
         to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or 0 after an end."""
         window = (slots[:, None] + self.step_offsets) % self.capacity  # (B, n)
         no_end_before = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # (B, n)
-        taken = no_end_before * (self.actions[window] >= 0).cumprod(
-            1
-        )  # (B, n): 1 for k < m; the newest frame's action is -1
+        acted = (self.actions[window] >= 0).cumprod(1)  # the newest frame's action is -1
+        taken = no_end_before * acted  # (B, n): 1 for k < m
         steps = taken.sum(1)  # m
         returns = (self.rewards[window] * taken * self.gamma**self.step_offsets).sum(1)
         bootstraps = ~(self.ended[window] & taken.bool()).any(1)
@@ -739,10 +736,7 @@ class SalientPatchTransformer(nn.Module):
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
-        for layer in self.modules():  # the paper is silent; the authors' code begins so: a row of zeros stays zero
-            if isinstance(layer, nn.Linear):
-                nn.init.xavier_uniform_(layer.weight)
-                nn.init.zeros_(layer.bias)
+        self.apply(initialize)
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
@@ -756,11 +750,9 @@ class SalientPatchTransformer(nn.Module):
 
     def forward(self, embeddings, counts):
         x, present = self.tokens(embeddings, counts)
-        mask = None
-        if self.padding == "mask":
-            mask = F.pad(present.flatten(0, 1), (1, 0), value=True)[:, None, None]  # [cls] is always attended to
+        attendable = present.flatten(0, 1) if self.padding == "mask" else None
         rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # those that o_t is made of
-        z = self.block(x, mask, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
+        z = self.block(x, attendable, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
         if self.pooling == "cls":
             return z.flatten(1)
         if self.padding != "mask":
@@ -848,30 +840,31 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
 @torch.no_grad()
 def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (G,), in a vector environment of G games, without noise: (raw scores,
-    moments).
+    recording).
 
     `preprocess(frames)` turns an array of B uint8 frames into the network's inputs, (B, *) and counts (B,).
     `rng`, a NumPy generator, makes a share `epsilon` of the actions random. A lost life does not blank the stack.
-    Moments: (frame, state) of each of the first game's first 1,000 steps, for the figures.
+    Recording: (frame, state) of each of the first game's first 1,000 steps, for the figures.
     """
+    G = len(seeds)
     network.eval()
     observation, _ = envs.reset(seed=seeds)
-    scores = np.zeros(len(seeds))
-    actions = np.zeros(len(seeds), np.int64)
-    playing = np.arange(len(seeds))  # the games that are not over
-    moments = []
+    scores = np.zeros(G)
+    actions = np.zeros(G, int)
+    playing = np.arange(G)  # the games that are not over
+    recording = []
     step = 0
-    progress = tqdm(total=len(seeds), desc="evaluating", unit="game")
+    progress = tqdm(total=G, desc="evaluating")
     while len(playing):
         features, count = preprocess(observation[playing, 0])
         if step == 0:  # frames before the game are blank: count 0
-            stacks = features.new_zeros(len(seeds), frame_stack, *features.shape[1:])  # (G, S, *)
-            counts = count.new_zeros(len(seeds), frame_stack)
+            stacks = features.new_zeros(G, frame_stack, *features.shape[1:])  # (G, S, *)
+            counts = count.new_zeros(G, frame_stack)
         stacks[playing] = torch.cat([stacks[playing, 1:], features[:, None]], 1)
         counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
         if playing[0] == 0 and step < 1000:
             state = stacks[:1].clone(), counts[:1].clone()
-            moments.append((observation[0, 0].copy(), state))
+            recording.append((observation[0, 0].copy(), state))
 
         greedy = network.q_values(stacks[playing], counts[playing]).argmax(1).cpu().numpy()
         random = rng.integers(envs.single_action_space.n, size=len(playing))
@@ -879,12 +872,12 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
         observation, reward, terminated, truncated, info = envs.step(actions)
         scores[playing] += reward[playing]
         over = truncated | terminated & (info["lives"] == 0)
-        progress.update(int(over[playing].sum()))
+        progress.update(over[playing].sum())
         playing = playing[~over[playing]]
         step += 1
     progress.close()
     network.train()
-    return scores.tolist(), moments
+    return scores.tolist(), recording
 
 
 @torch.no_grad()
@@ -892,8 +885,8 @@ def attended_patches(trunk, state, patch_ids):
     """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the selected ids, and the fewest of them
     that get 60 % of their attention from [cls] (in mean pooling, from the patches), averaged over heads."""
     x, _ = trunk.tokens(*state)
-    q, k, _ = (part[0].transpose(0, 1) for part in trunk.block.project(x[-1:]))  # (h, 1+L, d) of the newest frame
-    scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
+    q, k, _ = trunk.block.project(x[-1:])  # (1, 1+L, h, d) of the newest frame
+    scores = torch.einsum("bqhd,bkhd->hqk", q, k) / q.shape[3] ** 0.5  # (h, 1+L, 1+L)
     K = int(state[1][0, -1])
     selected = patch_ids[0, :K]
     if trunk.padding == "mask":  # padded rows neither query nor are attended to
@@ -901,14 +894,14 @@ def attended_patches(trunk, state, patch_ids):
     weights = scores.softmax(2).mean(0)  # (1+L, 1+L)
     weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
     attention = weights.mean(0)[1 : 1 + K].to(selected.device)  # (K,)
-    order = attention.argsort(descending=True)
-    fewest = int((attention[order].cumsum(0) < 0.6 * attention.sum()).sum()) + 1
+    attention, order = attention.sort(descending=True)
+    fewest = (attention.cumsum(0) < 0.6 * attention.sum()).sum() + 1
     return selected.tolist(), selected[order[:fewest]].tolist()
 
 
-def mark_patches(frame, selected, attended, side, zoom=4):
-    """The frame (H, W, 3) enlarged, with the selected patches outlined in red and the attended ones in yellow."""
-    picture = frame.repeat(zoom, 0).repeat(zoom, 1)
+def mark_patches(frame, selected, attended, side):
+    """The frame (H, W, 3) four times as large, the selected patches outlined in red and the attended ones in yellow."""
+    picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
     border = np.ones((size, size), bool)
@@ -919,24 +912,24 @@ def mark_patches(frame, selected, attended, side, zoom=4):
     return picture
 
 
-def draw_policy_attention(moments, side, path):
-    """Fig. 6: eight of the moments (frame, ids of the selected patches, ids of the attended ones), as a PNG file."""
-    figure = Figure(figsize=(12, 6.6), layout="constrained")
-    for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(moments) - 1, 8).astype(int)):
-        frame, selected, attended = moments[step]
+def draw_policy_attention(recording, side, path):
+    """Fig. 6: eight steps of a recording (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
+    figure = Figure(figsize=(15, 8.2), layout="constrained")
+    for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(recording) - 1, 8).astype(int)):
+        frame, selected, attended = recording[step]
         axis.imshow(mark_patches(frame, selected, attended, side))
-        axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected", fontsize=11)
+        axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected")
         axis.axis("off")
     figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention to those")
-    write_whole(path, figure.savefig, dpi=110)
+    write_whole(path, figure.savefig)
 
 
-def save_video(moments, side, path):
-    """All moments (frame, ids of the selected patches, ids of the attended ones) as a GIF file."""
-    first = mark_patches(*moments[0], side)
-    figure = Figure(figsize=[len(first) / 100] * 2, dpi=100)  # pixel by pixel
+def save_video(recording, side, path):
+    """All steps of a recording (frame, ids of the selected patches, ids of the attended ones), as a GIF."""
+    first = mark_patches(*recording[0], side)
+    figure = Figure(figsize=[len(first) / 100] * 2)  # at 100 dots an inch, pixel by pixel
     image = figure.figimage(first)
-    video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*moments[i], side)), len(moments))
+    video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*recording[i], side)), len(recording))
     write_whole(path, video.save, writer=PillowWriter(fps=15))
 
 
@@ -980,14 +973,13 @@ def mae_sizes(args):
     }
 
 
-def save_mae(path, mae, args, salient_counts, made_with=None):
-    """Write mae.pt. salient_counts: {"counts": K of frames (n,), "lorenz_slope": the slope used}, or {}. made_with: the
-    arguments, a dict, of the run that pre-trained the MAE; by default those of this run."""
+def save_mae(path, mae, args, salient_counts):
+    """Write mae.pt. salient_counts: what count_salient_patches returns, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
         "env_id": args.env_id,
-        "args": made_with or vars(args),
+        "args": vars(args),
         "salient_counts": salient_counts,
     }
     write_whole(path, torch.save, content)
@@ -1030,22 +1022,23 @@ def parse_args():
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.resume is None:
         return args
-    if any(word.startswith("--") and not word.startswith("--resume") for word in sys.argv[1:]):
+    if sum(word.startswith("--") for word in sys.argv) > 1:
         fail("--resume uses the run's own arguments; leave out all other flags")
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
-    except (OSError, ValueError):  # absent or damaged
-        stored = {}
-    if not isinstance(stored, dict) or stored.keys() != vars(args).keys() or (run_dir / "results.json").exists():
+        stored_args = Args(**{**stored, "resume": args.resume})
+    except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
+        stored_args = None
+    if stored_args is None or (run_dir / "results.json").exists():
         fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    return Args(**{**stored, "resume": args.resume})
+    return stored_args
 
 
 # Flags of all three scripts.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
-SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage"}
-SHARES |= {"gamma", "priority_exponent", "priority_weight", "eval_epsilon"}
+SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
+SHARES |= {"priority_exponent", "priority_weight"}
 
 
 def check_each(args):
@@ -1053,14 +1046,14 @@ def check_each(args):
     for name, value in vars(args).items():
         if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
-        most = 1 if name in SHARES else 2**31
+        limit = 1 if name in SHARES else 2**31
         may_be_0 = name in MAY_BE_0 | SHARES
-        if not (0 < value <= most or value == 0 and may_be_0):  # this form also refuses nan
-            fail(f"--{name.replace('_', '-')} is {value}; give a number {'from' if may_be_0 else 'above'} 0 to {most}")
+        if not (0 < value <= limit or value == 0 and may_be_0):  # this form also refuses nan
+            fail(f"--{name.replace('_', '-')} is {value}; give one {'from' if may_be_0 else 'above'} 0 to {limit}")
 
-    games = [name for name, spec in gym.registry.items() if spec.entry_point == "ale_py.env:AtariEnv" and "/" in name]
+    games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
-        close = difflib.get_close_matches(args.env_id, games, n=3, cutoff=0.0)
+        close = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
     try:
         ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
@@ -1074,8 +1067,6 @@ def check_args(args):
     """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
-    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    least = args.batch_size + args.n_step + args.frame_stack
     last = args.total_timesteps - args.train_frequency  # leaves time for one update
     if args.image_size % args.patch_size or num_patches < 9:
         fail(
@@ -1086,8 +1077,8 @@ def check_args(args):
         heads = getattr(args, f"{part}_heads")
         if dim % heads or part != "agent" and dim % 4:  # positions need 4
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
-    if num_frames < args.mae_batch_size:
-        fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
+    if args.mae_frames is not None and args.mae_frames < args.mae_batch_size:
+        fail(f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
@@ -1097,28 +1088,24 @@ def check_args(args):
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
     if not args.n_step < args.learning_starts <= last:
         fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {last}")
-    if args.buffer_size < least:
-        fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack = {least}")
-    if not -(2**31) < args.v_min < args.v_max < 2**31:
-        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, and both finite")
-    if args.num_atoms < 2:
-        fail(f"--num-atoms {args.num_atoms} must be at least 2")
-    for field in fields(args):
-        of_pretraining = field.name.startswith("mae_") and field.name != "mae_checkpoint"
-        if args.mae_checkpoint is not None and of_pretraining and getattr(args, field.name) != field.default:
-            fail(f"--{field.name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
+    if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
+        fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
+    if not args.v_min < args.v_max:
+        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
+    for name, value in vars(args).items():
+        of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
+        if args.mae_checkpoint is not None and of_pretraining and value != getattr(Args, name):
+            fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
 
 
 def pick_device(name):
     """The torch.device that `--device` asks for: "auto", "cpu", "cuda" or "cuda:N". Exits with status 2 if absent."""
-    present = ["cpu"]
-    if torch.cuda.is_available():
-        present += ["cuda", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
     if name == "auto":
-        name = "cuda" if "cuda" in present else "cpu"
-    if name not in present:
-        fail(f"--device {name} is not available; give auto, {', '.join(present)}")
-    return torch.device(name)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError):
+        fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
 # ----------------------------------------------------------------------------------------------------------- 9. Main
@@ -1150,16 +1137,14 @@ if __name__ == "__main__":
     if ready_mae is None:
         num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
-        held_out = frames[num_frames:]
-        frames = frames[:num_frames]
+        frames, held_out = frames.split([num_frames, HELD_OUT_FRAMES])
         pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume is not None)
-        counts = count_salient_patches(mae, frames, args.lorenz_slope)
-        salient_counts = {"counts": counts, "lorenz_slope": args.lorenz_slope}
+        salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
         save_mae(own_mae, mae, args, salient_counts)
         del frames, held_out  # free memory for training
     elif ready_mae != own_mae:
         write_whole(own_mae, shutil.copyfile, ready_mae)  # its `args` still say how it was made
-    (run_dir / "mae" / "checkpoint.pt").unlink(missing_ok=True)
+    (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
     mae.eval().requires_grad_(False)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
@@ -1168,7 +1153,7 @@ if __name__ == "__main__":
     # The agent. Seed again, so that its weights are the same whether the MAE was trained or loaded.
     torch.manual_seed(args.seed)
     envs = make_envs(args, 1)
-    num_actions = int(envs.single_action_space.n)
+    num_actions = envs.single_action_space.n
     trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads, args.padding, args.pooling)
     online = RainbowNetwork(
         trunk,
@@ -1197,24 +1182,24 @@ if __name__ == "__main__":
     lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None
     preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)
     random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
-    generator = torch.Generator(device).manual_seed(int(game_seeds(args.seed, LEARN)[0]))  # noise and sampling
+    generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     # The run's progress. The emulator's state is not saved: its game's seed and `actions` restore it.
-    run = SimpleNamespace(saved_step=0, updates=0, games=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
+    run = SimpleNamespace(saved_step=0, updates=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin, or continue from the checkpoint.
-    modules = {"online": online, "target": target, "optimizer": optimizer}
-    resumed = (run_dir / "checkpoint.pt").exists()
+    checkpoint_path = run_dir / "checkpoint.pt"
+    resumed = checkpoint_path.exists()
     if resumed:
-        checkpoint = read_checkpoint(run_dir / "checkpoint.pt", device)
-        for key, module in modules.items():
-            module.load_state_dict(checkpoint[key])
+        checkpoint = read_checkpoint(checkpoint_path, device)
+        online.load_state_dict(checkpoint["online"])
+        target.load_state_dict(checkpoint["target"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
         vars(replay).update(checkpoint["replay"])
         error_map.errors.update(checkpoint["errors"])
-        error_map.misses = checkpoint["misses"]
         generator.set_state(checkpoint["generator"].cpu())
         run = SimpleNamespace(**checkpoint["run"])
-    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, run.games))
+    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.scores)))
     for action in run.actions:
         observation, *_ = envs.step(np.array([action]))
     if resumed and not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
@@ -1223,7 +1208,7 @@ if __name__ == "__main__":
     if not resumed:
         replay.append(*preprocess(observation[:, 0]), starts=True)
 
-    began = time.perf_counter() - run.seconds
+    start_time = time.perf_counter() - run.seconds
     eval_frequency = args.eval_frequency or args.total_timesteps
     steps = range(run.saved_step, args.total_timesteps + 1)
     progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
@@ -1234,24 +1219,26 @@ if __name__ == "__main__":
         if checkpoint_due and step > run.saved_step:
             writer.flush()
             run.saved_step = step
-            run.seconds = time.perf_counter() - began
+            run.seconds = time.perf_counter() - start_time
             checkpoint = {
-                **{key: module.state_dict() for key, module in modules.items()},
+                "online": online.state_dict(),
+                "target": target.state_dict(),
+                "optimizer": optimizer.state_dict(),
                 "replay": vars(replay),
                 "generator": generator.get_state(),
                 "run": vars(run),
                 "observation": torch.from_numpy(observation),
                 "errors": error_map.errors,
-                "misses": error_map.misses,
             }
-            write_whole(run_dir / "checkpoint.pt", torch.save, checkpoint)
+            write_whole(checkpoint_path, torch.save, checkpoint)
 
         # Evaluate, always on the same games, so that only the weights differ.
         if evaluation_due:
-            eval_error_map = ErrorMapCache(mae, read_only=error_map.errors)
+            eval_error_map = ErrorMapCache(mae)  # a copy: what evaluation sees does not change training's
+            eval_error_map.errors.update(error_map.errors)
             eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)
             eval_envs = make_envs(args, args.eval_episodes)
-            scores, moments = evaluate(
+            scores, recording = evaluate(
                 online,
                 eval_preprocess,
                 eval_envs,
@@ -1269,20 +1256,19 @@ if __name__ == "__main__":
             if best["step"] == step:  # the best so far
                 agent = {
                     "model": online.state_dict(),
-                    "env_id": args.env_id,
                     "args": vars(args),
                     "step": step,
                     "max_patches": max_patches,
                 }
                 write_whole(run_dir / "agent.pt", torch.save, agent)
                 marked = []
-                for frame, state in moments:
+                for frame, state in recording:
                     errors = eval_error_map(torch.from_numpy(frame[None]))
                     patch_ids, _ = select_salient_patches(errors, max_patches, lorenz_slope)
                     marked.append((frame, *attended_patches(trunk, state, patch_ids)))
-                draw_policy_attention(marked, mae.side, run_dir / "figures" / "policy_attention.png")
+                draw_policy_attention(marked, mae.side, run_dir / "figures/policy_attention.png")
                 if args.capture_video:
-                    save_video(marked, mae.side, run_dir / "videos" / "policy.gif")
+                    save_video(marked, mae.side, run_dir / "videos/policy.gif")
         if step == args.total_timesteps:
             break
 
@@ -1311,11 +1297,10 @@ if __name__ == "__main__":
         if game_ended:
             writer.add_scalar("charts/episodic_return", run.score, step)
             run.scores.append((step, run.score))
-            run.games += 1
-            progress.set_postfix(score=run.score, games=run.games)
+            progress.set_postfix(score=run.score, games=len(run.scores))
             run.score = 0.0
             run.actions = []
-            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, run.games))  # replaces the autoreset
+            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.scores)))  # replaces the autoreset
         replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
         # Learn.
@@ -1338,13 +1323,12 @@ if __name__ == "__main__":
                 target.load_state_dict(online.state_dict())
             if run.updates % 100 == 0:
                 for key, value in metrics.items():
-                    writer.add_scalar(f"losses/{key}", value.item(), step)
+                    writer.add_scalar(f"losses/{key}", value, step)
 
         # Log.
         if step % 100 == 99:
-            writer.add_scalar("charts/SPS", (step + 1) / (time.perf_counter() - began), step)
-            writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)
-            writer.add_scalar("charts/cache_misses", error_map.misses, step)
+            writer.add_scalar("charts/SPS", (step + 1) / (time.perf_counter() - start_time), step)
+            writer.add_scalar("charts/K", replay.counts[replay.slot], step)
 
     # The report.
     envs.close()
@@ -1357,22 +1341,20 @@ if __name__ == "__main__":
         "seed": args.seed,
         "args": vars(args),
         "protocol": f"{measure}: {len(scores)} whole games, epsilon {args.eval_epsilon}, no noise, raw scores",
-        "mean": float(np.mean(scores)),
+        "mean": np.mean(scores),
         "median": best["median"],
-        "std": float(np.std(scores, ddof=1)) if len(scores) > 1 else None,
+        "std": np.std(scores, ddof=1) if len(scores) > 1 else None,
         "scores": scores,
         "evaluations": run.evaluations,
         "training_scores": run.scores,
         "steps": step,
         "updates": run.updates,
-        "games": run.games,
         "max_patches": max_patches,
-        "cache_misses": error_map.misses,
-        "training_seconds": time.perf_counter() - began,
+        "training_seconds": time.perf_counter() - start_time,
         "device": str(device),
         "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     write_whole(run_dir / "results.json", write_json, results)
-    (run_dir / "checkpoint.pt").unlink(missing_ok=True)
+    checkpoint_path.unlink()
     print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")

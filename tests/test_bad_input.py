@@ -20,7 +20,6 @@ COMMON = [
     (["--env-id", "ALE/Frostbit-v5"], "--env-id ALE/Frostbit-v5 is not an Atari game .* ALE/Frostbite-v5"),
     (["--env-id", "CartPole-v1"], "--env-id CartPole-v1 is not an Atari game"),
     (["--device", "cuda:99"], "--device cuda:99 is not available; give auto, cpu"),
-    (["--device", "meta"], "--device meta is not available"),
     (["--device", "tpu"], "--device tpu is not available; give auto, cpu"),
     (["--run-name", "taken"], "--run-name taken: runs/taken already exists; give another name"),
     (["--resume", "nowhere"], "--resume nowhere is not the folder of an unfinished run"),
@@ -39,7 +38,7 @@ OF_MAE = [
     (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must be from 0 to below"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio 0.3 .*-spread 0.4 must"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
-    (["--mae-batch-size", "6000"], "--mae-frames 5000 must be at least --mae-batch-size 6000"),
+    (["--mae-batch-size", "600", "--mae-frames", "500"], "--mae-frames 500 must be at least --mae-batch-size 600"),
     (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt cannot be read .No such file"),
     (["--mae-checkpoint", "empty.pt"], "empty.pt is not a checkpoint; give another file$"),
     (["--mae-checkpoint", "cut.pt"], "cut.pt is not a checkpoint; give another file$"),
@@ -55,8 +54,6 @@ OF_AGENT = [
     (["--learning-starts", "100000"], "--learning-starts 100000 must be above --n-step .20. and at most 99999"),
     (["--learning-starts", "10"], "--learning-starts 10 must be above --n-step"),
     (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be .* at most 1500"),
-    (["--num-atoms", "1"], "--num-atoms 1 must be at least 2"),
-    (["--v-max", "inf"], "--v-min -10.0 must be below --v-max inf, and both finite"),
     (["--buffer-size", "30"], "--buffer-size 30 must be at least --batch-size"),
     (["--v-min", "10"], "--v-min 10.0 must be below --v-max 10.0"),
 ]
@@ -136,7 +133,7 @@ def test_every_number_is_checked(script, capsys):
                 module.check_args(module.Args(**{field.name: value}))
             err = capsys.readouterr().err
             assert stop.value.code == 2 and err.count("\n") == 1
-            assert err.startswith(f"error: --{field.name.replace('_', '-')} is {value}; give a number "), err
+            assert err.startswith(f"error: --{field.name.replace('_', '-')} is {value}; give one "), err
             tried += 1
         if field.name in zero_works:
             module.check_each(module.Args(**{field.name: 0}))

@@ -13,7 +13,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 # Names defined in more than one script, with the same source in each.
 SHARED = {
     "fail", "parse_args", "MAY_BE_0", "SHARES", "check_each", "pick_device", "COLLECT", "PRETRAIN", "PLAY", "ACT",
-    "LEARN", "EVALUATE", "game_seeds", "sincos_positions", "Block", "normalize_patches", "MaskedAutoencoder",
+    "LEARN", "EVALUATE", "game_seeds", "sincos_positions", "Block", "normalize_patches", "initialize", "MaskedAutoencoder",
     "PAPER_MAE_FRAMES", "HELD_OUT_FRAMES", "collect_random_frames", "warmup_cosine", "pretrain_mae",
     "surrounding_patches", "rebuild_from_surroundings", "reconstruction_error_map", "ErrorMapCache",
     "select_salient_patches", "count_salient_patches", "encode_patches", "PAPER_MAX_RATIO", "ratio_to_patches",
@@ -40,22 +40,20 @@ ONLY_SPIRL = {
     'lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None',
     'preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)',
     'error_map.errors.update(checkpoint["errors"])',
-    'error_map.misses = checkpoint["misses"]',
     '"errors": error_map.errors,',
-    '"misses": error_map.misses,',
-    'eval_error_map = ErrorMapCache(mae, read_only=error_map.errors)',
+    "eval_error_map = ErrorMapCache(mae)  # a copy: what evaluation sees does not change training's",
+    'eval_error_map.errors.update(error_map.errors)',
     'eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)',
     'eval_preprocess,',
     '"max_patches": max_patches,',
     'marked = []',
-    'for frame, state in moments:',
+    'for frame, state in recording:',
     'errors = eval_error_map(torch.from_numpy(frame[None]))',
     'patch_ids, _ = select_salient_patches(errors, max_patches, lorenz_slope)',
     'marked.append((frame, *attended_patches(trunk, state, patch_ids)))',
-    'draw_policy_attention(marked, mae.side, run_dir / "figures" / "policy_attention.png")',
-    'save_video(marked, mae.side, run_dir / "videos" / "policy.gif")',
-    'writer.add_scalar("charts/K", int(replay.counts[replay.slot]), step)',
-    'writer.add_scalar("charts/cache_misses", error_map.misses, step)',
+    'draw_policy_attention(marked, mae.side, run_dir / "figures/policy_attention.png")',
+    'save_video(marked, mae.side, run_dir / "videos/policy.gif")',
+    'writer.add_scalar("charts/K", replay.counts[replay.slot], step)',
 }
 # The replay holds pixels, or the embeddings of all patches; figures mark patches only where there are some.
 ONLY_BASELINES = {
@@ -66,12 +64,12 @@ ONLY_BASELINES = {
     'if args.method == "mae-all":',
     'side = mae.side',
     'patch_ids = torch.arange(mae.num_patches, device=device)[None]',
-    'marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in moments]',
-    'draw_policy_attention(marked, side, run_dir / "figures" / "policy_attention.png")',
+    'marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in recording]',
+    'draw_policy_attention(marked, side, run_dir / "figures/policy_attention.png")',
     'else:  # grey as RGB, nothing marked',
     'side = 1',
-    'marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in moments]',
-    'save_video(marked, side, run_dir / "videos" / "policy.gif")',
+    'marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in recording]',
+    'save_video(marked, side, run_dir / "videos/policy.gif")',
 }
 # The same for make_envs: the lines of the scripts that only ever see RGB, and those of spirl_baselines.py.
 ONLY_RGB = {

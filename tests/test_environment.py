@@ -201,14 +201,14 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
 
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     envs = spirl.make_envs(args, 4)
-    scores, moments = spirl.evaluate(policy, preprocess, envs, seeds, 4, 0.0, np.random.default_rng(0))
+    scores, recording = spirl.evaluate(policy, preprocess, envs, seeds, 4, 0.0, np.random.default_rng(0))
     assert scores == [score for score, _ in expected] and len(set(scores)) > 1
     lengths = [length for _, length in expected]
     assert batches == [sum(length > t for length in lengths) for t in range(max(lengths))]  # only games that go on
     assert torch.equal(torch.get_rng_state(), torch_state) and (np.random.get_state()[1] == numpy_state).all()
     assert policy.training
-    assert len(moments) == min(lengths[0], 1000)
-    frame, (stack, counts) = moments[2]
+    assert len(recording) == min(lengths[0], 1000)
+    frame, (stack, counts) = recording[2]
     assert frame.shape == (96, 96, 3) and counts.tolist() == [[0, 1, 1, 1]]
     assert torch.equal(stack[0, 3], read_pixels(frame[None])[0][0])
     rng = np.random.default_rng(0)

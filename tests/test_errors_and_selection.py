@@ -74,10 +74,9 @@ def test_the_cache_equals_the_plain_map_on_real_games(maes, plain_maps, game):
     frames, plain = plain_maps[game]
     cache = spirl.ErrorMapCache(maes[game])
     cold = torch.cat([cache(batch) for batch in frames.split(7)])
-    assert cache.misses == len(set(cache.hashes(frames))) < 144 * len(frames)  # each neighbourhood once
-    misses = cache.misses
-    warm = cache(frames)
-    assert cache.misses == misses  # nothing was computed again
+    assert len(cache.errors) == len(set(cache.hashes(frames))) < 144 * len(frames)  # each neighbourhood once
+    cache.compute = None
+    warm = cache(frames)  # computes nothing again
     for errors in (cold, warm):
         assert (errors - plain).abs().max() < 1e-5
         for max_patches in (28, 50, 144):
@@ -107,7 +106,7 @@ def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps
     frames, plain = plain_maps["ALE/Frostbite-v5"]
     cache = spirl.ErrorMapCache(trained_mae, 100)  # a frame alone has 144
     errors = torch.cat([cache(frame[None]) for frame in frames[:3]])
-    assert (errors - plain[:3]).abs().max() < 1e-5 and len(cache.errors) == 100 < cache.misses
+    assert (errors - plain[:3]).abs().max() < 1e-5 and len(cache.errors) == 100
     cache = spirl.ErrorMapCache(trained_mae, 200)
     cache(frames[:2])
     before = list(cache.errors)
@@ -116,17 +115,19 @@ def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps
     assert len(new) > 0 and list(cache.errors) == (before + new)[-200:]
 
 
-def test_errors_of_another_cache_are_read_and_not_written_to(trained_mae, plain_maps):
+def test_a_cache_that_starts_with_the_errors_of_another_computes_only_what_is_new(trained_mae, plain_maps):
+    """As evaluation does, from the cache of training, which it leaves as it is."""
     frames, plain = plain_maps["ALE/Frostbite-v5"]
     training = spirl.ErrorMapCache(trained_mae)
     training(frames[:2])
-    errors, misses = dict(training.errors), training.misses
-    evaluation = spirl.ErrorMapCache(trained_mae, read_only=training.errors)
+    errors = dict(training.errors)
+    evaluation, computed = spirl.ErrorMapCache(trained_mae), []
+    evaluation.errors.update(training.errors)
+    compute = evaluation.compute
+    evaluation.compute = lambda patches, indices: computed.extend(indices.tolist()) or compute(patches, indices)
     assert (evaluation(frames[:4]) - plain[:4]).abs().max() < 1e-5
-    assert training.errors == errors and training.misses == misses
-    alone = spirl.ErrorMapCache(trained_mae)
-    alone(frames[:4])
-    assert evaluation.misses == alone.misses - misses  # it computed only what training had not seen
+    assert training.errors == errors
+    assert 0 < len(computed) == len(set(evaluation.hashes(frames[:4])) - errors.keys())
 
 
 def test_an_error_depends_on_its_neighbourhood_alone(trained_mae, random_play):
@@ -232,8 +233,9 @@ def test_ideal_max_ratio_at_its_boundary():
 
 def test_k_of_each_frame_is_counted_without_a_maximum(trained_mae, plain_maps):
     frames, plain = (x[:4] for x in plain_maps["ALE/Frostbite-v5"])
-    counts = spirl.count_salient_patches(trained_mae, frames, 0.5)
-    assert counts.tolist() == spirl.select_salient_patches(plain, 144)[1].tolist()
+    counted = spirl.count_salient_patches(trained_mae, frames, 0.5)
+    assert counted["lorenz_slope"] == 0.5
+    assert counted["counts"].tolist() == spirl.select_salient_patches(plain, 144)[1].tolist()
 
 
 def test_of_ten_thousand_frames_each_second_is_counted():
@@ -242,9 +244,9 @@ def test_of_ten_thousand_frames_each_second_is_counted():
     for i in rng.integers(10_000, size=300):
         side = rng.integers(1, 25)
         frames[i, :side, :side] = torch.from_numpy(rng.integers(256, size=(side, side, 3)))
-    counts = spirl.count_salient_patches(mae, frames, 0.5)
+    counts = spirl.count_salient_patches(mae, frames, 0.5)["counts"]
     assert len(counts) == 5000 and len(set(counts.tolist())) > 1
-    assert counts.tolist() == spirl.count_salient_patches(mae, frames[::2], 0.5).tolist()
+    assert counts.tolist() == spirl.count_salient_patches(mae, frames[::2], 0.5)["counts"].tolist()
 
 
 def test_the_papers_ratios_in_patches():

@@ -77,10 +77,11 @@ def test_checkpoints_travel_between_the_scripts(first, again):
 def test_decoder_pictures_are_of_patch_tokens_alone(trained_mae):
     """As the authors' pred_decoder: the same as beside a [cls] that no patch attends to, whatever is in it."""
     both, positions, mask = spirl_mae.decoder_pictures(trained_mae)
-    x = torch.cat([torch.randn(1, 1, 128), trained_mae.mask_token + trained_mae.decoder_pos_embed[:, 1:]], 1)
+    patches = trained_mae.mask_token + trained_mae.decoder_pos_embed[:, 1:]
+    x = torch.cat([patches[:, :1], torch.randn(1, 1, 128), patches[:, 1:]], 1)  # in second place: the first is attended
     for block in trained_mae.decoder_blocks:
-        x = block(x, mask=(torch.arange(145) > 0)[None, None, None])
-    expected = trained_mae.decoder_pred(trained_mae.decoder_norm(x))[0, 1:]
+        x = block(x, torch.arange(1, 145)[None] > 1)
+    expected = trained_mae.decoder_pred(trained_mae.decoder_norm(x))[0, torch.arange(145) != 1]
     torch.testing.assert_close(both, expected, rtol=1e-4, atol=1e-4)
     assert (both - positions).abs().max() > 1e-3 and (both - mask).abs().max() > 1e-3
     assert (mask - mask[0]).abs().max() < 1e-4  # without positions every patch is the same

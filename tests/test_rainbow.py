@@ -36,7 +36,7 @@ def test_a_run_leaves_what_the_readme_says(small_run):
     assert results["median"] == pytest.approx(np.median(results["scores"]))
     assert results["std"] == pytest.approx(np.std(results["scores"], ddof=1))
     assert results["protocol"].startswith("mean of the final weights")
-    assert results["max_patches"] == 12 and results["cache_misses"] > 0  # int(36 * 35 %)
+    assert results["max_patches"] == 12  # int(36 * 35 %)
     mae, agent = (torch.load(path / name, weights_only=True) for name in ("mae.pt", "agent.pt"))
     assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
     assert agent["step"] == 240 and agent["model"]["support"].shape == (51,)
@@ -47,9 +47,8 @@ def test_tensorboard_has_the_curves(small_run):
     path, results = small_run
     curves = scalars(path)
     assert curves.keys() == {"charts/episodic_return", "losses/loss", "losses/grad_norm", "losses/q_values", "charts/K",
-                             "charts/SPS", "charts/cache_misses", "eval/mean", "eval/median"}
+                             "charts/SPS", "eval/mean", "eval/median"}
     assert [step for step, _ in curves["charts/SPS"]] == [99, 199]
-    assert 0 < curves["charts/cache_misses"][0][1] < curves["charts/cache_misses"][1][1] <= results["cache_misses"]
     assert curves["charts/episodic_return"] == [tuple(pair) for pair in results["training_scores"]]
     assert [step for step, _ in scalars(path / "mae")["mae/loss"]] == [0, 1]
 
@@ -248,8 +247,8 @@ def seldom_and_often_evaluated(folder):
 def test_evaluating_does_not_change_training(seldom_and_often_evaluated):
     (seldom, once), (often, several) = seldom_and_often_evaluated
     assert [evaluation["step"] for evaluation in several["evaluations"]] == [50, 100, 135]
-    assert once["training_scores"] == several["training_scores"] and once["cache_misses"] == several["cache_misses"]
+    assert once["training_scores"] == several["training_scores"]
     assert once["scores"] == several["evaluations"][-1]["scores"]
     curves = scalars(seldom), scalars(often)
-    for name in ("losses/loss", "losses/grad_norm", "losses/q_values", "charts/K", "charts/cache_misses"):
+    for name in ("losses/loss", "losses/grad_norm", "losses/q_values", "charts/K"):
         assert curves[0][name] == curves[1][name]  # bit for bit, a hundred updates on

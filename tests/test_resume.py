@@ -30,7 +30,7 @@ def same_end(one, two):
             models = [torch.load(path / name, weights_only=True)["model"] for path in (one, two)]
             assert all(torch.equal(models[0][key], models[1][key]) for key in models[0]), name
     results = [json.loads((path / "results.json").read_text()) for path in (one, two)]
-    for name in ("scores", "evaluations", "training_scores", "updates", "games", "cache_misses", "K",
+    for name in ("scores", "evaluations", "training_scores", "updates", "K",
                  "held_out_losses", "final_loss"):
         assert results[0].get(name) == results[1].get(name), name
     for part in (".", "mae"):

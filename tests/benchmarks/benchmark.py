@@ -105,14 +105,14 @@ def error_map(args, device):
             spirl.ErrorMapCache(mae), [], [], [], 0.0, 0, 0, 0)
         rates = [matrix_rate(device)]
         for i, frame in enumerate(frames):
-            before = cache.misses
+            before = len(cache.errors)
             start = time.perf_counter()
             cached = cache(frame[None])
             synchronize(device)
             late = i >= args.frames // 3  # the ratio leaves the start out, where almost every neighbourhood is new
             if late:
                 cached_seconds.append(time.perf_counter() - start)
-            misses.append(cache.misses - before)
+            misses.append(len(cache.errors) - before)
             if i % args.every:
                 continue
             start = time.perf_counter()
