@@ -102,7 +102,7 @@ def measure(args, folder):
 
 
 def report():
-    """The table of every MAE that was measured, and .github/mask_spread.png: K and loss, fixed against spread."""
+    """The table of every MAE that was measured, and tests/benchmarks/mask_spread.png: K and loss, fixed against spread."""
     paths = sorted(RESULTS.glob("*.json"))
     print(f"| game | masks | frames x epochs, seed | loss at {', '.join(map(str, MASK_RATIOS))} | surroundings' error "
           "| of the flattest quarter | K, 5 % / median / 95 % of the frames, in % | smallest ratio for all 200 "
@@ -144,7 +144,7 @@ def report():
     axes[1, 0].set_ylabel("loss, Eq. (1), after training")
     lines = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}  # each once
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, handlelength=3.5)
-    figure.savefig(ROOT / ".github/mask_spread.png", dpi=80)
+    figure.savefig(ROOT / "tests/benchmarks/mask_spread.png", dpi=80)
 
 
 if __name__ == "__main__":

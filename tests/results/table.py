@@ -23,14 +23,22 @@ import spirl_baselines  # noqa: E402
 import spirl_rainbow  # noqa: E402
 
 FOLDER = ROOT / "tests/results/100k"
-SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "mae-all": spirl_baselines}
-METHODS = {"spirl": "SPIRL", "de-rainbow": "DE-Rainbow", "mae-all": "MAE-All"}
+SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "de-rainbow-p": spirl_baselines,
+           "mae-all": spirl_baselines}
+METHODS = {"spirl": "SPIRL", "de-rainbow": "DE-Rainbow", "de-rainbow-p": "DE-Rainbow-P", "mae-all": "MAE-All"}
 PAPER = {  # Tables 1 and 2: mean, standard deviation
-    "Frostbite": {"spirl": (669.5, 731.7), "de-rainbow": (341.4, 277.8), "mae-all": (405.7, 382.3)},
-    "MsPacman": {"spirl": (904.1, 286.4), "de-rainbow": (1015.2, 124.3), "mae-all": (760.3, 210.0)},
-    "Seaquest": {"spirl": (557.9, 148.1), "de-rainbow": (395.6, 124.4), "mae-all": (538.4, 79.8)},
-    "BattleZone": {"spirl": (11980.0, 3826.7), "de-rainbow": (10602.2, 2299.6), "mae-all": (10628.0, 3176.9)},
+    "Frostbite": {"spirl": (669.5, 731.7), "de-rainbow": (341.4, 277.8), "de-rainbow-p": (483.7, 710.7),
+                  "mae-all": (405.7, 382.3)},
+    "MsPacman": {"spirl": (904.1, 286.4), "de-rainbow": (1015.2, 124.3), "de-rainbow-p": (985.4, 129.6),
+                 "mae-all": (760.3, 210.0)},
+    "Seaquest": {"spirl": (557.9, 148.1), "de-rainbow": (395.6, 124.4), "de-rainbow-p": (462.5, 187.8),
+                 "mae-all": (538.4, 79.8)},
+    "BattleZone": {"spirl": (11980.0, 3826.7), "de-rainbow": (10602.2, 2299.6), "de-rainbow-p": (13992.0, 4713.5),
+                   "mae-all": (10628.0, 3176.9)},
 }
+# Scores of random play and of a human, as in Wang et al. 2016 (dueling networks) and dqn_zoo's atari_data.py.
+RANDOM_AND_HUMAN = {"Frostbite": (65.2, 4334.7), "MsPacman": (307.3, 6951.6), "Seaquest": (68.4, 42054.7),
+                    "BattleZone": (2360.0, 37187.5)}
 
 
 @dataclass
@@ -45,8 +53,11 @@ def add(run_dir):
     results = json.loads((run_dir / "results.json").read_text())
     game, method = results["env_id"][4:].split("-")[0], results["method"]
     defaults = vars(SCRIPTS[method].Args())
+    not_given = {"resume"}
+    if method == "de-rainbow-p":  # it lengthens its run by itself
+        not_given |= {"total_timesteps", "learning_starts"}
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in results["args"].items()
-             if value != defaults[name] and name != "resume"]
+             if value != defaults[name] and name not in not_given]
     capability = torch.backends.cpu.get_cpu_capability()
     machine = f"{platform.system()} {platform.machine()}, {capability}, {os.cpu_count()} cores"
     if results["device"] != "cpu":
@@ -57,7 +68,7 @@ def add(run_dir):
                                           cwd=run_dir, text=True).strip(),
         "command": " ".join(["python", f"{SCRIPTS[method].__name__}.py", *flags]),
         "machine": machine}
-    if method != "de-rainbow":
+    if method in ("spirl", "mae-all"):
         results["mae_args"] = torch.load(run_dir / "mae.pt", weights_only=True)["args"]
     (FOLDER / f"{game}__{method}__{results['seed']}.json").write_text(json.dumps(results))
 
@@ -69,36 +80,54 @@ def read():
     return {key: seeds for key, seeds in runs.items() if seeds}
 
 
+def human_normalised(game, score):
+    """A score in %: 0 is random play, 100 a human."""
+    random, human = RANDOM_AND_HUMAN[game]
+    return 100 * (score - random) / (human - random)
+
+
 def markdown(runs):
-    """The README's table: a row a game and method, our mean and standard deviation over the seeds' means."""
-    rows = ["| game | method | seeds | ours | the paper's (5 seeds, DE-Rainbow 10) |", "|---|---|---|---|---|"]
+    """The README's table: a row a game and method, our mean and standard deviation over the seeds' means, the paper's,
+    and both human-normalised; then for each method that was run on all games the median of that over the games."""
+    rows = ["| game | method | number of seeds | ours | the paper's (5 seeds, DE-Rainbow 10) | ours, % of human | "
+            "the paper's, % of human |", "|---|---|---|---|---|---|---|"]
+    normalised = {method: [] for method in METHODS}
     for (game, method), seeds in runs.items():
         means = [results["mean"] for results in seeds]
         deviation = f" ({np.std(means, ddof=1):.1f})" if len(seeds) > 1 else ""
         mean, std = PAPER[game][method]
-        rows.append(f"| {game} | {METHODS[method]} | {len(seeds)} | {np.mean(means):.1f}{deviation} | {mean} ({std}) |")
+        percent = [human_normalised(game, score) for score in (np.mean(means), mean)]
+        normalised[method].append(percent)
+        rows.append(f"| {game} | {METHODS[method]} | {len(seeds)} | {np.mean(means):.1f}{deviation} | {mean} ({std}) | "
+                    f"{percent[0]:.1f} | {percent[1]:.1f} |")
+    for method, percents in normalised.items():
+        if len(percents) == len(PAPER):
+            ours, theirs = np.median(percents, 0)
+            rows.append(f"| median of the games | {METHODS[method]} | | | | {ours:.1f} | {theirs:.1f} |")
     return "\n".join(rows)
 
 
 def draw(runs, path):
-    """One panel a game: the mean score of the last ten training games, its mean and range over the seeds; at the end
+    """One panel a game: the mean score of the last ten training games, each seed thin and their mean bold; at the end
     crosses for our final scores and diamonds for the paper's."""
     games = list(dict.fromkeys(game for game, _ in runs))
     figure = Figure(figsize=(max(7, 3.5 * len(games)), 4), layout="constrained")
     axes = figure.subplots(1, len(games), squeeze=False)[0]
-    colors = dict(zip(METHODS, ("#D55E00", "#0072B2", "#009E73")))
-    steps = np.arange(5_000, 100_001, 1000)
+    colors = dict(zip(METHODS, ("#D55E00", "#0072B2", "#CC79A7", "#009E73")))
     for (game, method), seeds in runs.items():
         axis, color, curves = axes[games.index(game)], colors[method], []
+        steps = np.arange(5_000, seeds[0]["steps"] + 1, 1000)
         for results in seeds:
             ends, scores = np.array(results["training_scores"]).T
             finished = np.searchsorted(ends, steps, side="right")  # games that had ended at each step
             curves.append([scores[max(0, n - 10) : n].mean() for n in finished])
-        axis.plot(steps, np.mean(curves, 0), color=color, label=METHODS[method])
-        axis.fill_between(steps, np.min(curves, 0), np.max(curves, 0), color=color, alpha=0.15)
+            if len(seeds) > 1:
+                axis.plot(steps, curves[-1], color=color, linewidth=0.8, alpha=0.6)
+        axis.plot(steps, np.mean(curves, 0), color=color, linewidth=2, label=METHODS[method])
         axis.plot(steps[-1], np.mean([results["mean"] for results in seeds]), "x", color=color)
         axis.plot(steps[-1], PAPER[game][method][0], "D", color=color, fillstyle="none")
-        axis.set(title=game, xlabel="steps", xlim=(0, 104_000), xticks=(0, 50_000, 100_000))
+        axis.set(title=game, xlabel="steps", xticks=(0, 50_000, 100_000))
+        axis.set_xlim(left=0)
     axes[0].set_ylabel("mean score of the last ten training games")
     axes[-1].plot([], [], "kx", label="ours: final weights, 50 games")
     axes[-1].plot([], [], "kD", fillstyle="none", label="the paper's")
