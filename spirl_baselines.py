@@ -13,9 +13,9 @@ New here, beside what spirl_rainbow.py has: `DataEfficientCNN`, `prepare_pixels`
 of main that use them.
 
 Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
-a frame (144); C numbers in a patch (192 = 8 x 8 x 3); S frames stacked (4); L patches kept of a frame (all 144); K
-patches that the encoder sees; T tokens; D width of a layer (64); h attention heads (4); d = D / h (16); A actions (18);
-Z atoms (51); G evaluation games (50). In code F is torch.nn.functional.
+a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given; L patches of a
+frame (all 144); S frames stacked (4); T tokens; D width of a layer (encoder 64, decoder 128, agent 32); h its attention
+heads (4, 8, 8); d = D / h; n steps of a return (20); A actions (18); Z atoms (51); G evaluation games (50).
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Args:
     """The command line: each field is a flag, and the comment beside or above it the flag's help."""
 
     # de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the first --mae-frames steps are random, and
-    # the run is longer by the extra ones, so that it learns as long (Table 12: 5K random steps of
+    # the run is longer by these, so that it makes as many updates (Table 12: 5K random steps of
     # 103.4K on Frostbite, 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
@@ -103,13 +103,13 @@ class Args:
     buffer_size: int = 100_000  # frames in the replay (Table 10: 100K or 400K)
     batch_size: int = 32  # transitions per update (Rainbow: 32)
     n_step: int = 20  # steps of a multi-step return (Table 10)
-    gamma: float = 0.99  # discount a step (Rainbow: 0.99)
+    gamma: float = 0.99  # discount per step (Rainbow: 0.99)
     learning_rate: float = 1e-4  # Adam's learning rate (Table 10)
     adam_eps: float = 1.5e-4  # Adam's epsilon (Rainbow, Table 1)
     max_grad_norm: float = 10.0  # the gradient's norm is clipped to this (data-efficient Rainbow)
     target_update_frequency: int = 2000  # updates between copies into the target network (data-efficient Rainbow)
     priority_exponent: float = 0.5  # alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)
-    priority_weight: float = 0.4  # beta at the first update; it grows linearly to 1 at the end (Rainbow, Table 1)
+    priority_weight: float = 0.4  # beta, of the importance weights, at first; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
     eval_frequency: int = 0  # steps between evaluations (400K: 50,000; reports the best median); 0: only at the end
@@ -146,21 +146,22 @@ def make_envs(args, num_envs):
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
         episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
-        life_loss_info=True,
+        life_loss_info=True,  # Table 9: a lost life is terminal; the game goes on
         max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose, int64 (num,) below 2**31: for `AtariVectorEnv.reset` or a torch.Generator.
-    A game's seed only sets its 0 to 29 opening no-ops, so fifty games have about 25 different starts."""
+    """`num` independent seeds for a purpose (a number above, then for instance that of the game), int64 (num,) below
+    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening
+    no-ops, so fifty games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
-# ------------------------------------------------------------------------------------------------------------- 3. Model
+# -------------------------------------------------------------------------------------------- 3. Model and pre-training
 def sincos_positions(dim, side):
-    """Fixed 2-D sine-cosine positions (1 + side**2, dim): zeros for [cls], then patches row by row. The first half of
-    the width encodes the column, the second half the row, each as [sin | cos]."""
+    """Fixed 2-D sine-cosine positions (1 + side**2, dim), dim a multiple of 4: zeros for [cls], then patches row by
+    row. The first half of the width encodes the column, the second half the row, each as [sin | cos]."""
     frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
     angle = torch.arange(side)[:, None] * frequency  # (side, dim/4)
     axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
@@ -171,7 +172,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; patches where `present` (B, T-1) is False are not attended
-    to. Only the z of x[rows] are computed, by default all."""
+    to. `rows` indexes (B, T): only the z of these are computed; np.s_[:] is all."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -182,7 +183,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
 
-    def project(self, x):
+    def queries_keys_values(self, x):
         """Queries, keys and values of all tokens, (B, T, h, d) each."""
         return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
 
@@ -190,9 +191,9 @@ class Block(nn.Module):
         mask = None
         if present is not None:
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
-        q, k, v = self.project(x)
+        q, k, v = self.queries_keys_values(x)
         x = x[rows]
-        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
+        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d); q of `rows` only
         with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
@@ -209,7 +210,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: a row of zeros stays zero."""
+    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: zero padding then stays zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -237,7 +238,7 @@ class MaskedAutoencoder(nn.Module):
             raise ValueError(f"image_size is {image_size}; it must be a multiple of patch_size, {patch_size}")
         self.image_shape = (image_size, image_size, channels)
         self.patch_size = patch_size
-        self.side = image_size // patch_size  # patches a side
+        self.side = image_size // patch_size  # patches per side
         self.num_patches = self.side**2
 
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(channels, encoder_dim, patch_size, stride=patch_size)})
@@ -256,7 +257,8 @@ class MaskedAutoencoder(nn.Module):
         self.apply(initialize)
 
     def patchify(self, frames):
-        """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flat. Raises ValueError for frames
+        """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flattened as (row, column,
+        colour). Raises ValueError for frames
         of another type or shape: channels come last."""
         if frames.dtype != torch.uint8 or frames.shape[1:] != self.image_shape:
             raise ValueError(
@@ -267,10 +269,10 @@ class MaskedAutoencoder(nn.Module):
         return rows_and_columns.transpose(2, 3).flatten(3).flatten(1, 2) / 255
 
     def encode(self, patches, ids, present=None):
-        """Encoder outputs (B, 1+K, D), [cls] first, for patches (B, K, C) in [0, 1] at the places ids (B, K). Patches
-        where `present` (B, K) is False attend to the others, but are not attended to."""
-        proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each patch
-        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, K, D)
+        """Encoder outputs (B, 1+V, D), [cls] first, for patches (B, V, C) in [0, 1] at the places ids (B, V). Patches
+        where `present` (B, V) is False attend to the others, but are not attended to."""
+        proj = self.patch_embed.proj  # its stride is its kernel size: the same linear map of each patch
+        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, V, D)
         x = x + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
         for block in self.blocks:
@@ -278,9 +280,10 @@ class MaskedAutoencoder(nn.Module):
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
-        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's output for the patches ids (B, K). With
-        `wanted` (B,) only that patch of each, (B, C): the last layer then computes no other."""
-        x = self.decoder_embed(latent)  # (B, 1+K, D), bfloat16 under --mae-amp
+        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
+        (B, V). With patch ids `wanted` (B,) only that one of each frame, (B, C): the last layer then computes no
+        other."""
+        x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
@@ -299,8 +302,8 @@ class MaskedAutoencoder(nn.Module):
         patches = self.patchify(frames)
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
         num_visible = int(self.num_patches * (1 - mask_ratio))
-        ids = noise.argsort(1)[:, :num_visible]  # (B, K), a random subset
-        visible = patches.take_along_dim(ids[..., None], 1)  # (B, K, C)
+        ids = noise.argsort(1)[:, :num_visible]  # (B, V), a random subset
+        visible = patches.take_along_dim(ids[..., None], 1)  # (B, V, C)
         prediction = self.decode(self.encode(visible, ids), ids)
         loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
         mask = torch.ones_like(noise).scatter(1, ids, 0.0)
@@ -339,8 +342,8 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as in Table 5, and measure its loss on the frames `held_out`.
-    Returns {"loss": one value a step, "held_out_loss": one an epoch}.
+    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
+    `held_out`. Returns {"loss": one value per step, "held_out_loss": one per epoch}.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -356,8 +359,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
     peak = args.mae_learning_rate * args.mae_batch_size / 256
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
-    batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps = args.mae_epochs * batches
+    num_batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
+    steps = args.mae_epochs * num_batches
     losses = {"loss": [], "held_out_loss": []}
 
     path = folder / "checkpoint.pt"
@@ -368,19 +371,19 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         losses = checkpoint["losses"]
     first_epoch = len(losses["held_out_loss"])
 
-    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # drops what was logged after the checkpoint
-    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches)
+    writer = SummaryWriter(folder, purge_step=first_epoch * num_batches)  # drops what was logged after the checkpoint
+    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * num_batches)
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
         order = torch.from_numpy(rng.permutation(len(frames)))
-        masks = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
+        mask_generator = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
 
-        for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
+        for step, batch in enumerate(order.split(args.mae_batch_size)[:num_batches], epoch * num_batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.mae_amp):
-                loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
+                loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
             optimizer.zero_grad()
             loss.backward()
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
@@ -456,18 +459,19 @@ class Replay:
             self.max_priority = torch.ones((), dtype=torch.float64)  # the largest p**alpha so far
             self.stack_offsets = torch.arange(1 - frame_stack, 1)  # -3, -2, -1, 0
             self.step_offsets = torch.arange(n_step)  # 0, 1, ..., n-1
-        self.slot = -1  # the newest
-        self.life = -1  # the newest
+        self.slot = -1  # slot of the newest frame; -1: none yet
+        self.life = -1  # number of the current life
         self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
-        """Store a frame with `count` patches besides padding; `starts`: a new life starts here."""
+        """Store a frame with `count` patches besides padding; `starts`, a Python bool: a new life starts here."""
         self.slot = (self.slot + 1) % self.capacity
         self.life += starts
         now = self.slot
 
         # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
-        # that do. If one life fills the ring, its new frame would also be mistaken for an old one.
+        # that do. The second test: where one life fills the ring, they would take its new frame for an
+        # old one.
         later = (self.slot - self.stack_offsets[:-1]) % self.capacity
         unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
         self.priorities[later] *= unaffected
@@ -506,7 +510,8 @@ class Replay:
         return self.frames[window], self.counts[window] * same_life
 
     def sample(self, batch_size, beta, generator):
-        """Slots (B,), drawn in proportion to p**alpha, one from each of B equal shares of the mass, and importance
+        """Slots (B,), drawn in proportion to p**alpha, stratified: one from each of B equal shares of the
+        total, and importance
         weights (B,) that correct for it: (1 / probability)**beta over the batch's largest. Raises ValueError while no
         slot can be drawn."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
@@ -514,8 +519,11 @@ class Replay:
             raise ValueError(f"no slot can be drawn before {self.n_step} steps, or the end of a life, are stored")
         random = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
-        slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)  # the first with more mass
-        # Rounding can land past the last slot with a priority, or on one without: it gets weight 0.
+        slots = torch.searchsorted(mass, points, right=True).clamp(
+            max=self.capacity - 1
+        )  # the first whose sum exceeds it
+        # The sum of the priorities cancels in the division below. Rounding can land past the last slot with a priority,
+        # or on one without: it gets weight 0.
         priorities = self.priorities[slots]
         weights = torch.where(priorities > 0, priorities**-beta, 0.0)
         return slots, (weights / weights.max()).float()
@@ -525,7 +533,7 @@ class Replay:
         to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or 0 after an end."""
         window = (slots[:, None] + self.step_offsets) % self.capacity  # (B, n)
         no_end_before = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # (B, n)
-        acted = (self.actions[window] >= 0).cumprod(1)  # the newest frame's action is -1
+        acted = (self.actions[window] >= 0).cumprod(1)  # -1 ends it: the newest frame, or a truncated game's last
         taken = no_end_before * acted  # (B, n): 1 for k < m
         steps = taken.sum(1)  # m
         returns = (self.rewards[window] * taken * self.gamma**self.step_offsets).sum(1)
@@ -556,7 +564,7 @@ class NoisyLinear(nn.Module):
         self.register_buffer("noise_out", torch.zeros(out_features))
 
     def resample_noise(self, generator=None):
-        """Draw f(e_in) and f(e_out) anew; the generator is of the layer's device."""
+        """Draw f(e_in) and f(e_out) anew; `generator` is on the layer's device."""
         for noise in (self.noise_in, self.noise_out):
             noise.normal_(generator=generator)
             noise.copy_(noise.sign() * noise.abs().sqrt())
@@ -579,7 +587,7 @@ class DataEfficientCNN(nn.Module):
         self.conv2 = nn.Conv2d(32, 64, kernel_size=5, stride=5, padding=1)  # 18x18 -> 4x4
 
     def forward(self, frames, counts):
-        x = frames * ((counts > 0) / 255)[..., None, None]  # (B, S, 84, 84), in [0, 1]
+        x = frames * ((counts > 0) / 255)[..., None, None]  # (B, S, 84, 84) in [0, 1], blank where count is 0
         return F.relu(self.conv2(F.relu(self.conv1(x)))).flatten(1)
 
 
@@ -640,7 +648,7 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        o = o.detach() + (o - o.detach()) / 2**0.5  # both streams send gradients: scale them (Wang et al. 2016)
+        o = o.detach() + (o - o.detach()) / 2**0.5  # two streams add up their gradients here (Wang et al. 2016)
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
         advantage = advantage.unflatten(1, (-1, len(self.support)))  # (B, A, Z)
@@ -663,7 +671,9 @@ def project_distribution(probabilities, returns, discounts, support):
     are (B,). Each shifted atom shares its mass between its two neighbours by closeness: a triangular kernel."""
     spacing = support[1] - support[0]
     shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z)
-    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)  # (B, Z, Z): i takes from j
+    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(
+        min=0
+    )  # (B, Z, Z): what atom i gets of shifted atom j
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
 
@@ -683,7 +693,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
-    """One update of the online network; returns 0-dimensional tensors: loss, q_values (their mean), grad_norm. Raises
+    """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (their mean),
+    grad_norm. Raises
     RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its compiled version."""
     slots, importance_weights = replay.sample(batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
@@ -706,7 +717,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (G,), in a vector environment of G games, without noise: (raw scores,
     recording).
 
-    `preprocess(frames)` turns an array of B uint8 frames into the network's inputs, (B, *) and counts (B,).
+    `preprocess(frames)` turns a NumPy array of B uint8 frames into the network's inputs, (B, *) and counts (B,).
     `rng`, a NumPy generator, makes a share `epsilon` of the actions random. A lost life does not blank the stack.
     Recording: (frame, state) of each of the first game's first 1,000 steps, for the figures.
     """
@@ -747,13 +758,13 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
     """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the selected ids, and the fewest of them
-    that get 60 % of their attention from [cls] (in mean pooling, from the patches), averaged over heads."""
+    that get 60 % of the attention that [cls] (in mean pooling, the patches) pays to them, averaged over heads."""
     x, _ = trunk.tokens(*state)
-    q, k, _ = trunk.block.project(x[-1:])  # (1, 1+L, h, d) of the newest frame
+    q, k, _ = trunk.block.queries_keys_values(x[-1:])  # (1, 1+L, h, d) of the newest frame
     scores = torch.einsum("bqhd,bkhd->hqk", q, k) / q.shape[3] ** 0.5  # (h, 1+L, 1+L)
-    K = int(state[1][0, -1])
+    K = state[1][0, -1]
     selected = patch_ids[0, :K]
-    if trunk.padding == "mask":  # padded rows neither query nor are attended to
+    if trunk.padding == "mask":  # padding neither attends nor is attended to
         scores = scores[:, : 1 + K, : 1 + K]
     weights = scores.softmax(2).mean(0)  # (1+L, 1+L)
     weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
@@ -767,7 +778,7 @@ def mark_patches(frame, selected, attended, side):
     """The frame (H, W, 3) four times as large, the selected patches outlined in red and the attended ones in yellow."""
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
-    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
+    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
     for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):
@@ -776,11 +787,11 @@ def mark_patches(frame, selected, attended, side):
     return picture
 
 
-def draw_policy_attention(recording, side, path):
-    """Fig. 6: eight steps of a recording (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
+def draw_policy_attention(marked, side, path):
+    """Fig. 6: eight of the steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
     figure = Figure(figsize=(15, 8.2), layout="constrained")
-    for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(recording) - 1, 8).astype(int)):
-        frame, selected, attended = recording[step]
+    for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(marked) - 1, 8).astype(int)):
+        frame, selected, attended = marked[step]
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected")
         axis.axis("off")
@@ -788,12 +799,12 @@ def draw_policy_attention(recording, side, path):
     write_whole(path, figure.savefig)
 
 
-def save_video(recording, side, path):
-    """All steps of a recording (frame, ids of the selected patches, ids of the attended ones), as a GIF."""
-    first = mark_patches(*recording[0], side)
+def save_video(marked, side, path):
+    """All steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a GIF."""
+    first = mark_patches(*marked[0], side)
     figure = Figure(figsize=[len(first) / 100] * 2)  # at 100 dots an inch, pixel by pixel
     image = figure.figimage(first)
-    video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*recording[i], side)), len(recording))
+    video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*marked[i], side)), len(marked))
     write_whole(path, video.save, writer=PillowWriter(fps=15))
 
 
@@ -802,7 +813,7 @@ def write_whole(path, write, *content, **options):
     """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
     file to `path`: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")  # the ending stays: some writers read the format off it
+    temporary = path.with_name(f".{path.name}")  # same suffix: savefig takes the format from it
     write(*content, temporary, **options)
     os.replace(temporary, path)
 
@@ -899,7 +910,7 @@ def parse_args():
     return stored_args
 
 
-# Flags of all three scripts.
+# Of all three scripts: flags that may be 0, and shares, from 0 to 1.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
@@ -932,7 +943,6 @@ def check_args(args):
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    last = args.total_timesteps - args.train_frequency  # leaves time for one update
     for name, value in vars(args).items():
         if value == getattr(Args, name) or args.method == "de-rainbow-p" and name == "mae_frames":
             continue
@@ -949,19 +959,22 @@ def check_args(args):
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
-        if dim % heads or part != "agent" and dim % 4:  # positions need 4
+        if dim % heads or part != "agent" and dim % 4:  # sine-cosine positions need it
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
     if args.method == "mae-all" and num_frames < args.mae_batch_size:
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if args.method == "de-rainbow-p" and num_frames <= args.n_step:
-        fail(f"--mae-frames {num_frames} must be above --n-step {args.n_step}: so many random steps come first")
+        fail(f"--mae-frames {num_frames} must be above --n-step {args.n_step}: learning starts after that many")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
             f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
         )
-    if not args.n_step < args.learning_starts <= last:
-        fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {last}")
+    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:  # for one update
+        fail(
+            f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
+            f"{args.total_timesteps - args.train_frequency}"
+        )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
     if not args.v_min < args.v_max:
@@ -973,8 +986,8 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError):
+        return torch.zeros(1, device=name).double().device
+    except Exception:  # absent, or without float64, which the replay needs
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -1064,7 +1077,7 @@ if __name__ == "__main__":
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     # The run's progress. The emulator's state is not saved: its game's seed and `actions` restore it.
-    run = SimpleNamespace(saved_step=0, updates=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
+    run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin, or continue from the checkpoint.
     checkpoint_path = run_dir / "checkpoint.pt"
@@ -1077,7 +1090,7 @@ if __name__ == "__main__":
         vars(replay).update(checkpoint["replay"])
         generator.set_state(checkpoint["generator"].cpu())
         run = SimpleNamespace(**checkpoint["run"])
-    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.scores)))
+    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
     for action in run.actions:
         observation, *_ = envs.step(np.array([action]))
     if resumed and not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
@@ -1158,24 +1171,26 @@ if __name__ == "__main__":
         # Step.
         observation, reward, terminated, truncated, info = envs.step(np.array([action]))
         life_ended = bool(terminated[0])
-        cut_off = bool(truncated[0])
-        game_ended = cut_off or (life_ended and info["lives"][0] == 0)
+        game_truncated = bool(truncated[0])
+        game_ended = game_truncated or (life_ended and info["lives"][0] == 0)
         run.score += float(reward[0])
         run.actions.append(action)
 
         # Store, and begin the next game where one has ended.
         clipped_reward = float(np.clip(reward[0], -1, 1))  # Table 9
         replay.complete(action, clipped_reward, life_ended)
-        if cut_off and not life_ended:  # so bootstrap from the game's last frame
+        if game_truncated and not life_ended:  # truncated, not ended: bootstrap from its last frame
             replay.append(*preprocess(observation[:, 0]), starts=False)
             replay.truncate()
         if game_ended:
             writer.add_scalar("charts/episodic_return", run.score, step)
-            run.scores.append((step, run.score))
-            progress.set_postfix(score=run.score, games=len(run.scores))
+            run.training_scores.append((step, run.score))
+            progress.set_postfix(score=run.score, games=len(run.training_scores))
             run.score = 0.0
             run.actions = []
-            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.scores)))  # replaces the autoreset
+            observation, _ = envs.reset(
+                seed=game_seeds(args.seed, PLAY, len(run.training_scores))
+            )  # replaces the autoreset
         replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
         # Learn.
@@ -1220,7 +1235,7 @@ if __name__ == "__main__":
         "std": np.std(scores, ddof=1) if len(scores) > 1 else None,
         "scores": scores,
         "evaluations": run.evaluations,
-        "training_scores": run.scores,
+        "training_scores": run.training_scores,
         "steps": step,
         "updates": run.updates,
         "training_seconds": time.perf_counter() - start_time,

@@ -7,12 +7,12 @@ cannot rebuild from the patches around it is salient, and the Lorenz curve of a 
 
     python spirl_mae.py                                                             # the paper's, on Frostbite
     python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21  # another game, sooner
-    python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000         # look at what one has learned
+    python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000         # draw what that one has learned
 
 Shape letters, with their values at the paper's sizes: B batch (64); H, W height and width of a frame (96); N patches of
-a frame (144); C numbers in a patch (192 = 8 x 8 x 3); K patches that were selected, or that the encoder sees; M
-neighbourhoods; T tokens; D width of a layer (64 or 128); h attention heads (4 or 8); d = D / h (16). In code F is
-torch.nn.functional.
+a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given (36; 8 in Eq. (3));
+K patches that were selected; L patches of a frame with padding; M neighbourhoods; T tokens; D width of a layer (64 or
+128); h its attention heads (4 or 8); d = D / h (16).
 """
 
 import argparse
@@ -126,21 +126,22 @@ def make_envs(args, num_envs):
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
         episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
-        life_loss_info=True,
+        life_loss_info=True,  # Table 9: a lost life is terminal; the game goes on
         max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose, int64 (num,) below 2**31: for `AtariVectorEnv.reset` or a torch.Generator.
-    A game's seed only sets its 0 to 29 opening no-ops, so fifty games have about 25 different starts."""
+    """`num` independent seeds for a purpose (a number above, then for instance that of the game), int64 (num,) below
+    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening
+    no-ops, so fifty games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
-# ------------------------------------------------------------------------------------------------------------- 3. Model
+# -------------------------------------------------------------------------------------------- 3. Model and pre-training
 def sincos_positions(dim, side):
-    """Fixed 2-D sine-cosine positions (1 + side**2, dim): zeros for [cls], then patches row by row. The first half of
-    the width encodes the column, the second half the row, each as [sin | cos]."""
+    """Fixed 2-D sine-cosine positions (1 + side**2, dim), dim a multiple of 4: zeros for [cls], then patches row by
+    row. The first half of the width encodes the column, the second half the row, each as [sin | cos]."""
     frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
     angle = torch.arange(side)[:, None] * frequency  # (side, dim/4)
     axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
@@ -151,7 +152,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; patches where `present` (B, T-1) is False are not attended
-    to. Only the z of x[rows] are computed, by default all."""
+    to. `rows` indexes (B, T): only the z of these are computed; np.s_[:] is all."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -162,7 +163,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
 
-    def project(self, x):
+    def queries_keys_values(self, x):
         """Queries, keys and values of all tokens, (B, T, h, d) each."""
         return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
 
@@ -170,9 +171,9 @@ class Block(nn.Module):
         mask = None
         if present is not None:
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
-        q, k, v = self.project(x)
+        q, k, v = self.queries_keys_values(x)
         x = x[rows]
-        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
+        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d); q of `rows` only
         with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
@@ -189,7 +190,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: a row of zeros stays zero."""
+    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: zero padding then stays zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -217,7 +218,7 @@ class MaskedAutoencoder(nn.Module):
             raise ValueError(f"image_size is {image_size}; it must be a multiple of patch_size, {patch_size}")
         self.image_shape = (image_size, image_size, channels)
         self.patch_size = patch_size
-        self.side = image_size // patch_size  # patches a side
+        self.side = image_size // patch_size  # patches per side
         self.num_patches = self.side**2
 
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(channels, encoder_dim, patch_size, stride=patch_size)})
@@ -236,7 +237,8 @@ class MaskedAutoencoder(nn.Module):
         self.apply(initialize)
 
     def patchify(self, frames):
-        """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flat. Raises ValueError for frames
+        """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flattened as (row, column,
+        colour). Raises ValueError for frames
         of another type or shape: channels come last."""
         if frames.dtype != torch.uint8 or frames.shape[1:] != self.image_shape:
             raise ValueError(
@@ -247,10 +249,10 @@ class MaskedAutoencoder(nn.Module):
         return rows_and_columns.transpose(2, 3).flatten(3).flatten(1, 2) / 255
 
     def encode(self, patches, ids, present=None):
-        """Encoder outputs (B, 1+K, D), [cls] first, for patches (B, K, C) in [0, 1] at the places ids (B, K). Patches
-        where `present` (B, K) is False attend to the others, but are not attended to."""
-        proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each patch
-        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, K, D)
+        """Encoder outputs (B, 1+V, D), [cls] first, for patches (B, V, C) in [0, 1] at the places ids (B, V). Patches
+        where `present` (B, V) is False attend to the others, but are not attended to."""
+        proj = self.patch_embed.proj  # its stride is its kernel size: the same linear map of each patch
+        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, V, D)
         x = x + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
         for block in self.blocks:
@@ -258,9 +260,10 @@ class MaskedAutoencoder(nn.Module):
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
-        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's output for the patches ids (B, K). With
-        `wanted` (B,) only that patch of each, (B, C): the last layer then computes no other."""
-        x = self.decoder_embed(latent)  # (B, 1+K, D), bfloat16 under --mae-amp
+        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
+        (B, V). With patch ids `wanted` (B,) only that one of each frame, (B, C): the last layer then computes no
+        other."""
+        x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
@@ -279,8 +282,8 @@ class MaskedAutoencoder(nn.Module):
         patches = self.patchify(frames)
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
         num_visible = int(self.num_patches * (1 - mask_ratio))
-        ids = noise.argsort(1)[:, :num_visible]  # (B, K), a random subset
-        visible = patches.take_along_dim(ids[..., None], 1)  # (B, K, C)
+        ids = noise.argsort(1)[:, :num_visible]  # (B, V), a random subset
+        visible = patches.take_along_dim(ids[..., None], 1)  # (B, V, C)
         prediction = self.decode(self.encode(visible, ids), ids)
         loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
         mask = torch.ones_like(noise).scatter(1, ids, 0.0)
@@ -319,8 +322,8 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as in Table 5, and measure its loss on the frames `held_out`.
-    Returns {"loss": one value a step, "held_out_loss": one an epoch}.
+    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
+    `held_out`. Returns {"loss": one value per step, "held_out_loss": one per epoch}.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -336,8 +339,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
     peak = args.mae_learning_rate * args.mae_batch_size / 256
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
-    batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps = args.mae_epochs * batches
+    num_batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
+    steps = args.mae_epochs * num_batches
     losses = {"loss": [], "held_out_loss": []}
 
     path = folder / "checkpoint.pt"
@@ -348,19 +351,19 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         losses = checkpoint["losses"]
     first_epoch = len(losses["held_out_loss"])
 
-    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # drops what was logged after the checkpoint
-    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches)
+    writer = SummaryWriter(folder, purge_step=first_epoch * num_batches)  # drops what was logged after the checkpoint
+    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * num_batches)
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
         order = torch.from_numpy(rng.permutation(len(frames)))
-        masks = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
+        mask_generator = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
 
-        for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
+        for step, batch in enumerate(order.split(args.mae_batch_size)[:num_batches], epoch * num_batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.mae_amp):
-                loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
+                loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
             optimizer.zero_grad()
             loss.backward()
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
@@ -415,8 +418,8 @@ def reconstruction_error_map(mae, frames):
     """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings.
 
     The mean squared difference from the patch's normalised pixels, which is what the MAE learned to rebuild (the
-    paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE a
-    patch; `ErrorMapCache` gives the same values far faster.
+    paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE
+    per patch; `ErrorMapCache` gives the same values far faster.
     """
     target = normalize_patches(mae.patchify(frames))  # Eq. (2)
     return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
@@ -428,15 +431,16 @@ class ErrorMapCache:
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
     up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million
-    neighbourhoods share one are below one in a million. At most `size` errors are kept (180 bytes each), the newest.
+    neighbourhoods share one are below one in a million. At most `capacity` errors are kept (180 bytes
+    each), the newest.
     """
 
-    def __init__(self, mae, size=2**22):
+    def __init__(self, mae, capacity=2**22):
         self.mae = mae
-        self.size = size
+        self.capacity = capacity
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
-        # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
+        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are masked
+        # and their embeddings equal the first's, so it does not matter which one `decode` scatters last.
         surroundings = surrounding_patches(mae.side)
         with mae.pos_embed.device:
             self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings])  # (N, 8)
@@ -450,10 +454,11 @@ class ErrorMapCache:
         if new:
             patches = self.mae.patchify(frames.to(self.surroundings.device))  # (B, N, C)
             indices = torch.tensor(list(new.values()), device=patches.device)  # (M,)
+            # 32 at a time, so that many frames at once take no more memory than a few.
             computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
             self.errors.update(zip(new, computed.tolist()))
         errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
-        while len(self.errors) > self.size:
+        while len(self.errors) > self.capacity:  # only now: the line above needs the new and the old
             self.errors.popitem(last=False)
         return errors.view(len(frames), -1)
 
@@ -484,13 +489,15 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
     `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
       1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
-         x = n/N is the Lorenz curve. It is convex (the paper says concave), the salient patches at its steep right end.
+         x, the share of the patches, is the Lorenz curve. It is convex (the paper says concave), the salient
+         patches at its steep right end.
       2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
-    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0. Raises ValueError unless it is 1 to N.
+    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
+    Raises ValueError unless 1 <= max_patches <= N.
     """
     B, N = errors.shape
     if not 1 <= max_patches <= N:
@@ -509,11 +516,12 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """{"counts": K of uint8 frames (n, H, W, 3), without a maximum, an int64 tensor (n,); "lorenz_slope"}. From 10,000
-    frames on only every (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
+    """{"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as
+    given}. From 10,000 frames on only every (num_frames // 5000)th is counted, which is much faster; mr* of all of them
+    may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
-    errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])  # (n, N)
+    errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])
     _, counts = select_salient_patches(errors, mae.num_patches, lorenz_slope)
     return {"counts": counts, "lorenz_slope": lorenz_slope}
 
@@ -525,7 +533,7 @@ def ratio_to_patches(ratio, num_patches):
 
 def ideal_max_ratio(counts, num_patches, coverage=0.999):
     """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
-    `coverage` of the frames, for K of each frame (n,), uncapped. 0.95 if none does."""
+    `coverage` of the frames. `counts`: K of each frame, without a maximum. 0.95 if none does."""
     for percent in range(5, 95, 5):
         kept_whole = counts <= ratio_to_patches(percent / 100, num_patches)
         if kept_whole.double().mean() > coverage:
@@ -552,7 +560,7 @@ def decoder_pictures(mae):
 
 
 def paint(patches, side):
-    """A picture (H, W, 3) in [0, 1] of normalised patches (N, C): 0 is grey, 2.5 deviations are black or white."""
+    """A picture (H, W, 3) in [0, 1] of normalised patches (N, C): 0 is grey, 2.5 standard deviations black or white."""
     size = math.isqrt(patches.shape[1] // 3)
     picture = patches.view(side, side, size, size, 3).transpose(1, 2).reshape(side * size, side * size, 3)
     return (0.5 + picture.cpu() / 5).clamp(0, 1).numpy()
@@ -594,7 +602,7 @@ def mark_patches(frame, selected, attended, side):
     """The frame (H, W, 3) four times as large, the selected patches outlined in red and the attended ones in yellow."""
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
-    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
+    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
     for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):
@@ -681,7 +689,7 @@ def write_whole(path, write, *content, **options):
     """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
     file to `path`: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")  # the ending stays: some writers read the format off it
+    temporary = path.with_name(f".{path.name}")  # same suffix: savefig takes the format from it
     write(*content, temporary, **options)
     os.replace(temporary, path)
 
@@ -778,7 +786,7 @@ def parse_args():
     return stored_args
 
 
-# Flags of all three scripts.
+# Of all three scripts: flags that may be 0, and shares, from 0 to 1.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
@@ -819,8 +827,9 @@ def check_args(args):
         heads = getattr(args, f"{part}_heads")
         if dim % heads or dim % 4:
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads} and of 4")
-    if args.mae_checkpoint is None and args.mae_frames is not None and args.mae_frames < args.mae_batch_size:
-        fail(f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}")
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    if args.mae_checkpoint is None and num_frames < args.mae_batch_size:
+        fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
@@ -841,8 +850,8 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError):
+        return torch.zeros(1, device=name).double().device
+    except Exception:  # absent, or without float64, which the replay needs
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -883,8 +892,8 @@ if __name__ == "__main__":
     made_with = args
     if args.mae_checkpoint is not None:
         stored = read_checkpoint(args.mae_checkpoint).get("args")
-        if isinstance(stored, dict):  # facebookresearch/mae's are no dict
-            made_with = SimpleNamespace(**stored)
+        if isinstance(stored, dict):  # facebookresearch/mae saves a Namespace
+            made_with = SimpleNamespace(**{**vars(args), **stored})
     save_mae(run_dir / "mae.pt", mae, made_with, salient_counts)
     counts = salient_counts["counts"]
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
@@ -896,13 +905,13 @@ if __name__ == "__main__":
 
     # The figures: twelve frames spread over the random play.
     figures = run_dir / "figures"
-    some = frames[np.linspace(0, num_frames - 1, 12).astype(int)].to(device)  # (12, H, W, 3)
-    errors = ErrorMapCache(mae)(some)
+    examples = frames[np.linspace(0, num_frames - 1, 12).astype(int)].to(device)  # (12, H, W, 3)
+    errors = ErrorMapCache(mae)(examples)
     max_patches = ratio_to_patches(max_ratio, mae.num_patches)
-    draw_reconstruction(mae, some[1::3], figures / "mae_reconstruction.png")
+    draw_reconstruction(mae, examples[1::3], figures / "mae_reconstruction.png")
     ratios = (max_ratio, max_ratio / 2)
-    draw_selection(mae, some[2::4], errors[2::4], ratios, args.lorenz_slope, figures / "salient_selection.png")
-    draw_salient_patches(mae, some, errors, max_patches, args.lorenz_slope, figures / "salient_patches.png")
+    draw_selection(mae, examples[2::4], errors[2::4], ratios, args.lorenz_slope, figures / "salient_selection.png")
+    draw_salient_patches(mae, examples, errors, max_patches, args.lorenz_slope, figures / "salient_patches.png")
     title = f"{game}: {len(counts):,} frames, slope {args.lorenz_slope:g}"
     draw_max_ratio(counts, mae.num_patches, ideal, max_ratio, title, figures / "max_ratio.png")
     if losses["loss"]:
@@ -932,7 +941,7 @@ if __name__ == "__main__":
     (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
     if losses["loss"]:
         print(
-            f"loss of the last 50 batches {results['final_loss']:.4f}; of held-out frames, --mae-mask-ratio hidden: "
+            f"loss of the last 50 batches {results['final_loss']:.4f}; held-out loss at --mae-mask-ratio "
             f"{results['held_out_losses'][-1]:.4f}"
         )
     print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")

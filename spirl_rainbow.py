@@ -9,10 +9,10 @@ Data-Efficient Rainbow picks the action (Fig. 5).
     python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt  # another game
 
 Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
-a frame (144); C numbers in a patch (192 = 8 x 8 x 3); S frames stacked (4); L patches kept of a frame, padded to this
-many (50 on Frostbite); K patches that were selected, or that the encoder sees; M neighbourhoods; T tokens; D width of a
-layer (64); h attention heads (4); d = D / h (16); A actions (18); Z atoms (51); G evaluation games (50).
-In code F is torch.nn.functional.
+a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given (36; 8 in Eq. (3));
+K patches that were selected; L patches of a frame with padding (50 on Frostbite); S frames stacked (4); M
+neighbourhoods; T tokens; D width of a layer (encoder 64, decoder 128, agent 32); h its attention heads (4, 8, 8);
+d = D / h; n steps of a return (20); A actions (18); Z atoms (51); G evaluation games (50).
 """
 
 import argparse
@@ -109,13 +109,13 @@ class Args:
     buffer_size: int = 100_000  # frames in the replay (Table 10: 100K or 400K)
     batch_size: int = 32  # transitions per update (Rainbow: 32)
     n_step: int = 20  # steps of a multi-step return (Table 10)
-    gamma: float = 0.99  # discount a step (Rainbow: 0.99)
+    gamma: float = 0.99  # discount per step (Rainbow: 0.99)
     learning_rate: float = 1e-4  # Adam's learning rate (Table 10)
     adam_eps: float = 1.5e-4  # Adam's epsilon (Rainbow, Table 1)
     max_grad_norm: float = 10.0  # the gradient's norm is clipped to this (data-efficient Rainbow)
     target_update_frequency: int = 2000  # updates between copies into the target network (data-efficient Rainbow)
     priority_exponent: float = 0.5  # alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)
-    priority_weight: float = 0.4  # beta at the first update; it grows linearly to 1 at the end (Rainbow, Table 1)
+    priority_weight: float = 0.4  # beta, of the importance weights, at first; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
     eval_frequency: int = 0  # steps between evaluations (400K: 50,000; reports the best median); 0: only at the end
@@ -155,21 +155,22 @@ def make_envs(args, num_envs):
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
         episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
-        life_loss_info=True,
+        life_loss_info=True,  # Table 9: a lost life is terminal; the game goes on
         max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose, int64 (num,) below 2**31: for `AtariVectorEnv.reset` or a torch.Generator.
-    A game's seed only sets its 0 to 29 opening no-ops, so fifty games have about 25 different starts."""
+    """`num` independent seeds for a purpose (a number above, then for instance that of the game), int64 (num,) below
+    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening
+    no-ops, so fifty games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
-# ---------------------------------------------------------------------------------------------------------- 3. Model
+# -------------------------------------------------------------------------------------------- 3. Model and pre-training
 def sincos_positions(dim, side):
-    """Fixed 2-D sine-cosine positions (1 + side**2, dim): zeros for [cls], then patches row by row. The first half of
-    the width encodes the column, the second half the row, each as [sin | cos]."""
+    """Fixed 2-D sine-cosine positions (1 + side**2, dim), dim a multiple of 4: zeros for [cls], then patches row by
+    row. The first half of the width encodes the column, the second half the row, each as [sin | cos]."""
     frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
     angle = torch.arange(side)[:, None] * frequency  # (side, dim/4)
     axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
@@ -180,7 +181,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; patches where `present` (B, T-1) is False are not attended
-    to. Only the z of x[rows] are computed, by default all."""
+    to. `rows` indexes (B, T): only the z of these are computed; np.s_[:] is all."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -191,7 +192,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
 
-    def project(self, x):
+    def queries_keys_values(self, x):
         """Queries, keys and values of all tokens, (B, T, h, d) each."""
         return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
 
@@ -199,9 +200,9 @@ class Block(nn.Module):
         mask = None
         if present is not None:
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
-        q, k, v = self.project(x)
+        q, k, v = self.queries_keys_values(x)
         x = x[rows]
-        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d)
+        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d); q of `rows` only
         with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
@@ -218,7 +219,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: a row of zeros stays zero."""
+    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: zero padding then stays zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -246,7 +247,7 @@ class MaskedAutoencoder(nn.Module):
             raise ValueError(f"image_size is {image_size}; it must be a multiple of patch_size, {patch_size}")
         self.image_shape = (image_size, image_size, channels)
         self.patch_size = patch_size
-        self.side = image_size // patch_size  # patches a side
+        self.side = image_size // patch_size  # patches per side
         self.num_patches = self.side**2
 
         self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(channels, encoder_dim, patch_size, stride=patch_size)})
@@ -265,7 +266,8 @@ class MaskedAutoencoder(nn.Module):
         self.apply(initialize)
 
     def patchify(self, frames):
-        """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flat. Raises ValueError for frames
+        """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flattened as (row, column,
+        colour). Raises ValueError for frames
         of another type or shape: channels come last."""
         if frames.dtype != torch.uint8 or frames.shape[1:] != self.image_shape:
             raise ValueError(
@@ -276,10 +278,10 @@ class MaskedAutoencoder(nn.Module):
         return rows_and_columns.transpose(2, 3).flatten(3).flatten(1, 2) / 255
 
     def encode(self, patches, ids, present=None):
-        """Encoder outputs (B, 1+K, D), [cls] first, for patches (B, K, C) in [0, 1] at the places ids (B, K). Patches
-        where `present` (B, K) is False attend to the others, but are not attended to."""
-        proj = self.patch_embed.proj  # a convolution whose stride is its size: one linear map of each patch
-        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, K, D)
+        """Encoder outputs (B, 1+V, D), [cls] first, for patches (B, V, C) in [0, 1] at the places ids (B, V). Patches
+        where `present` (B, V) is False attend to the others, but are not attended to."""
+        proj = self.patch_embed.proj  # its stride is its kernel size: the same linear map of each patch
+        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, V, D)
         x = x + self.pos_embed[0, 1:][ids]
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
         for block in self.blocks:
@@ -287,9 +289,10 @@ class MaskedAutoencoder(nn.Module):
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
-        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's output for the patches ids (B, K). With
-        `wanted` (B,) only that patch of each, (B, C): the last layer then computes no other."""
-        x = self.decoder_embed(latent)  # (B, 1+K, D), bfloat16 under --mae-amp
+        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
+        (B, V). With patch ids `wanted` (B,) only that one of each frame, (B, C): the last layer then computes no
+        other."""
+        x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
         patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
@@ -308,8 +311,8 @@ class MaskedAutoencoder(nn.Module):
         patches = self.patchify(frames)
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
         num_visible = int(self.num_patches * (1 - mask_ratio))
-        ids = noise.argsort(1)[:, :num_visible]  # (B, K), a random subset
-        visible = patches.take_along_dim(ids[..., None], 1)  # (B, K, C)
+        ids = noise.argsort(1)[:, :num_visible]  # (B, V), a random subset
+        visible = patches.take_along_dim(ids[..., None], 1)  # (B, V, C)
         prediction = self.decode(self.encode(visible, ids), ids)
         loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
         mask = torch.ones_like(noise).scatter(1, ids, 0.0)
@@ -348,8 +351,8 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
-    """Train `mae` in place on uint8 frames (n, H, W, 3) as in Table 5, and measure its loss on the frames `held_out`.
-    Returns {"loss": one value a step, "held_out_loss": one an epoch}.
+    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
+    `held_out`. Returns {"loss": one value per step, "held_out_loss": one per epoch}.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -365,8 +368,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
     peak = args.mae_learning_rate * args.mae_batch_size / 256
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
-    batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
-    steps = args.mae_epochs * batches
+    num_batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
+    steps = args.mae_epochs * num_batches
     losses = {"loss": [], "held_out_loss": []}
 
     path = folder / "checkpoint.pt"
@@ -377,19 +380,19 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         losses = checkpoint["losses"]
     first_epoch = len(losses["held_out_loss"])
 
-    writer = SummaryWriter(folder, purge_step=first_epoch * batches)  # drops what was logged after the checkpoint
-    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * batches)
+    writer = SummaryWriter(folder, purge_step=first_epoch * num_batches)  # drops what was logged after the checkpoint
+    progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * num_batches)
     for epoch in range(first_epoch, args.mae_epochs):
         rng = np.random.default_rng([args.seed, PRETRAIN, epoch])
         order = torch.from_numpy(rng.permutation(len(frames)))
-        masks = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
+        mask_generator = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
 
-        for step, batch in enumerate(order.split(args.mae_batch_size)[:batches], epoch * batches):
+        for step, batch in enumerate(order.split(args.mae_batch_size)[:num_batches], epoch * num_batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.mae_amp):
-                loss, _, _ = mae(frames[batch].to(device), mask_ratio, masks)
+                loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
             optimizer.zero_grad()
             loss.backward()
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
@@ -444,8 +447,8 @@ def reconstruction_error_map(mae, frames):
     """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings.
 
     The mean squared difference from the patch's normalised pixels, which is what the MAE learned to rebuild (the
-    paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE a
-    patch; `ErrorMapCache` gives the same values far faster.
+    paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE
+    per patch; `ErrorMapCache` gives the same values far faster.
     """
     target = normalize_patches(mae.patchify(frames))  # Eq. (2)
     return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
@@ -457,15 +460,16 @@ class ErrorMapCache:
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
     up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million
-    neighbourhoods share one are below one in a million. At most `size` errors are kept (180 bytes each), the newest.
+    neighbourhoods share one are below one in a million. At most `capacity` errors are kept (180 bytes
+    each), the newest.
     """
 
-    def __init__(self, mae, size=2**22):
+    def __init__(self, mae, capacity=2**22):
         self.mae = mae
-        self.size = size
+        self.capacity = capacity
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are not attended to
-        # and come out of the encoder as the first does, so it does not matter which of them `decode` puts in its place.
+        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are masked
+        # and their embeddings equal the first's, so it does not matter which one `decode` scatters last.
         surroundings = surrounding_patches(mae.side)
         with mae.pos_embed.device:
             self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings])  # (N, 8)
@@ -479,10 +483,11 @@ class ErrorMapCache:
         if new:
             patches = self.mae.patchify(frames.to(self.surroundings.device))  # (B, N, C)
             indices = torch.tensor(list(new.values()), device=patches.device)  # (M,)
+            # 32 at a time, so that many frames at once take no more memory than a few.
             computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
             self.errors.update(zip(new, computed.tolist()))
         errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
-        while len(self.errors) > self.size:
+        while len(self.errors) > self.capacity:  # only now: the line above needs the new and the old
             self.errors.popitem(last=False)
         return errors.view(len(frames), -1)
 
@@ -513,13 +518,15 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
     `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
       1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
-         x = n/N is the Lorenz curve. It is convex (the paper says concave), the salient patches at its steep right end.
+         x, the share of the patches, is the Lorenz curve. It is convex (the paper says concave), the salient
+         patches at its steep right end.
       2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
-    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0. Raises ValueError unless it is 1 to N.
+    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
+    Raises ValueError unless 1 <= max_patches <= N.
     """
     B, N = errors.shape
     if not 1 <= max_patches <= N:
@@ -548,7 +555,7 @@ def encode_patches(mae, frames, patch_ids, count):
 
 
 def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
-    """What the agent sees of an array of uint8 frames (B, H, W, 3): embeddings (B, max_patches, D) in float16 and
+    """What the agent sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, max_patches, D) in float16 and
     counts (B,), on the MAE's device."""
     frames = torch.from_numpy(frames)
     selected = select_salient_patches(error_map(frames), max_patches, lorenz_slope)  # on the CPU
@@ -557,11 +564,12 @@ def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """{"counts": K of uint8 frames (n, H, W, 3), without a maximum, an int64 tensor (n,); "lorenz_slope"}. From 10,000
-    frames on only every (n // 5000)th is counted, which is much faster; mr* of all of them may differ a little."""
+    """{"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as
+    given}. From 10,000 frames on only every (num_frames // 5000)th is counted, which is much faster; mr* of all of them
+    may differ a little."""
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
-    errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])  # (n, N)
+    errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])
     _, counts = select_salient_patches(errors, mae.num_patches, lorenz_slope)
     return {"counts": counts, "lorenz_slope": lorenz_slope}
 
@@ -573,7 +581,7 @@ def ratio_to_patches(ratio, num_patches):
 
 def ideal_max_ratio(counts, num_patches, coverage=0.999):
     """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
-    `coverage` of the frames, for K of each frame (n,), uncapped. 0.95 if none does."""
+    `coverage` of the frames. `counts`: K of each frame, without a maximum. 0.95 if none does."""
     for percent in range(5, 95, 5):
         kept_whole = counts <= ratio_to_patches(percent / 100, num_patches)
         if kept_whole.double().mean() > coverage:
@@ -606,18 +614,19 @@ class Replay:
             self.max_priority = torch.ones((), dtype=torch.float64)  # the largest p**alpha so far
             self.stack_offsets = torch.arange(1 - frame_stack, 1)  # -3, -2, -1, 0
             self.step_offsets = torch.arange(n_step)  # 0, 1, ..., n-1
-        self.slot = -1  # the newest
-        self.life = -1  # the newest
+        self.slot = -1  # slot of the newest frame; -1: none yet
+        self.life = -1  # number of the current life
         self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
-        """Store a frame with `count` patches besides padding; `starts`: a new life starts here."""
+        """Store a frame with `count` patches besides padding; `starts`, a Python bool: a new life starts here."""
         self.slot = (self.slot + 1) % self.capacity
         self.life += starts
         now = self.slot
 
         # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
-        # that do. If one life fills the ring, its new frame would also be mistaken for an old one.
+        # that do. The second test: where one life fills the ring, they would take its new frame for an
+        # old one.
         later = (self.slot - self.stack_offsets[:-1]) % self.capacity
         unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
         self.priorities[later] *= unaffected
@@ -656,7 +665,8 @@ class Replay:
         return self.frames[window], self.counts[window] * same_life
 
     def sample(self, batch_size, beta, generator):
-        """Slots (B,), drawn in proportion to p**alpha, one from each of B equal shares of the mass, and importance
+        """Slots (B,), drawn in proportion to p**alpha, stratified: one from each of B equal shares of the
+        total, and importance
         weights (B,) that correct for it: (1 / probability)**beta over the batch's largest. Raises ValueError while no
         slot can be drawn."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
@@ -664,8 +674,11 @@ class Replay:
             raise ValueError(f"no slot can be drawn before {self.n_step} steps, or the end of a life, are stored")
         random = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
-        slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)  # the first with more mass
-        # Rounding can land past the last slot with a priority, or on one without: it gets weight 0.
+        slots = torch.searchsorted(mass, points, right=True).clamp(
+            max=self.capacity - 1
+        )  # the first whose sum exceeds it
+        # The sum of the priorities cancels in the division below. Rounding can land past the last slot with a priority,
+        # or on one without: it gets weight 0.
         priorities = self.priorities[slots]
         weights = torch.where(priorities > 0, priorities**-beta, 0.0)
         return slots, (weights / weights.max()).float()
@@ -675,7 +688,7 @@ class Replay:
         to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or 0 after an end."""
         window = (slots[:, None] + self.step_offsets) % self.capacity  # (B, n)
         no_end_before = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # (B, n)
-        acted = (self.actions[window] >= 0).cumprod(1)  # the newest frame's action is -1
+        acted = (self.actions[window] >= 0).cumprod(1)  # -1 ends it: the newest frame, or a truncated game's last
         taken = no_end_before * acted  # (B, n): 1 for k < m
         steps = taken.sum(1)  # m
         returns = (self.rewards[window] * taken * self.gamma**self.step_offsets).sum(1)
@@ -706,7 +719,7 @@ class NoisyLinear(nn.Module):
         self.register_buffer("noise_out", torch.zeros(out_features))
 
     def resample_noise(self, generator=None):
-        """Draw f(e_in) and f(e_out) anew; the generator is of the layer's device."""
+        """Draw f(e_in) and f(e_out) anew; `generator` is on the layer's device."""
         for noise in (self.noise_in, self.noise_out):
             noise.normal_(generator=generator)
             noise.copy_(noise.sign() * noise.abs().sqrt())
@@ -776,7 +789,7 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        o = o.detach() + (o - o.detach()) / 2**0.5  # both streams send gradients: scale them (Wang et al. 2016)
+        o = o.detach() + (o - o.detach()) / 2**0.5  # two streams add up their gradients here (Wang et al. 2016)
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
         advantage = advantage.unflatten(1, (-1, len(self.support)))  # (B, A, Z)
@@ -799,7 +812,9 @@ def project_distribution(probabilities, returns, discounts, support):
     are (B,). Each shifted atom shares its mass between its two neighbours by closeness: a triangular kernel."""
     spacing = support[1] - support[0]
     shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z)
-    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)  # (B, Z, Z): i takes from j
+    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(
+        min=0
+    )  # (B, Z, Z): what atom i gets of shifted atom j
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
 
@@ -819,7 +834,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
-    """One update of the online network; returns 0-dimensional tensors: loss, q_values (their mean), grad_norm. Raises
+    """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (their mean),
+    grad_norm. Raises
     RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its compiled version."""
     slots, importance_weights = replay.sample(batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
@@ -842,7 +858,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (G,), in a vector environment of G games, without noise: (raw scores,
     recording).
 
-    `preprocess(frames)` turns an array of B uint8 frames into the network's inputs, (B, *) and counts (B,).
+    `preprocess(frames)` turns a NumPy array of B uint8 frames into the network's inputs, (B, *) and counts (B,).
     `rng`, a NumPy generator, makes a share `epsilon` of the actions random. A lost life does not blank the stack.
     Recording: (frame, state) of each of the first game's first 1,000 steps, for the figures.
     """
@@ -883,13 +899,13 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
     """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the selected ids, and the fewest of them
-    that get 60 % of their attention from [cls] (in mean pooling, from the patches), averaged over heads."""
+    that get 60 % of the attention that [cls] (in mean pooling, the patches) pays to them, averaged over heads."""
     x, _ = trunk.tokens(*state)
-    q, k, _ = trunk.block.project(x[-1:])  # (1, 1+L, h, d) of the newest frame
+    q, k, _ = trunk.block.queries_keys_values(x[-1:])  # (1, 1+L, h, d) of the newest frame
     scores = torch.einsum("bqhd,bkhd->hqk", q, k) / q.shape[3] ** 0.5  # (h, 1+L, 1+L)
-    K = int(state[1][0, -1])
+    K = state[1][0, -1]
     selected = patch_ids[0, :K]
-    if trunk.padding == "mask":  # padded rows neither query nor are attended to
+    if trunk.padding == "mask":  # padding neither attends nor is attended to
         scores = scores[:, : 1 + K, : 1 + K]
     weights = scores.softmax(2).mean(0)  # (1+L, 1+L)
     weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
@@ -903,7 +919,7 @@ def mark_patches(frame, selected, attended, side):
     """The frame (H, W, 3) four times as large, the selected patches outlined in red and the attended ones in yellow."""
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
-    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: what is painted here stays
+    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
     for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):
@@ -912,11 +928,11 @@ def mark_patches(frame, selected, attended, side):
     return picture
 
 
-def draw_policy_attention(recording, side, path):
-    """Fig. 6: eight steps of a recording (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
+def draw_policy_attention(marked, side, path):
+    """Fig. 6: eight of the steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
     figure = Figure(figsize=(15, 8.2), layout="constrained")
-    for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(recording) - 1, 8).astype(int)):
-        frame, selected, attended = recording[step]
+    for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(marked) - 1, 8).astype(int)):
+        frame, selected, attended = marked[step]
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected")
         axis.axis("off")
@@ -924,12 +940,12 @@ def draw_policy_attention(recording, side, path):
     write_whole(path, figure.savefig)
 
 
-def save_video(recording, side, path):
-    """All steps of a recording (frame, ids of the selected patches, ids of the attended ones), as a GIF."""
-    first = mark_patches(*recording[0], side)
+def save_video(marked, side, path):
+    """All steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a GIF."""
+    first = mark_patches(*marked[0], side)
     figure = Figure(figsize=[len(first) / 100] * 2)  # at 100 dots an inch, pixel by pixel
     image = figure.figimage(first)
-    video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*recording[i], side)), len(recording))
+    video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*marked[i], side)), len(marked))
     write_whole(path, video.save, writer=PillowWriter(fps=15))
 
 
@@ -938,7 +954,7 @@ def write_whole(path, write, *content, **options):
     """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
     file to `path`: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")  # the ending stays: some writers read the format off it
+    temporary = path.with_name(f".{path.name}")  # same suffix: savefig takes the format from it
     write(*content, temporary, **options)
     os.replace(temporary, path)
 
@@ -1035,7 +1051,7 @@ def parse_args():
     return stored_args
 
 
-# Flags of all three scripts.
+# Of all three scripts: flags that may be 0, and shares, from 0 to 1.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
@@ -1067,7 +1083,6 @@ def check_args(args):
     """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
-    last = args.total_timesteps - args.train_frequency  # leaves time for one update
     if args.image_size % args.patch_size or num_patches < 9:
         fail(
             f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"
@@ -1075,10 +1090,10 @@ def check_args(args):
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
-        if dim % heads or part != "agent" and dim % 4:  # positions need 4
+        if dim % heads or part != "agent" and dim % 4:  # sine-cosine positions need it
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
-    if args.mae_frames is not None and args.mae_frames < args.mae_batch_size:
-        fail(f"--mae-frames {args.mae_frames} must be at least --mae-batch-size {args.mae_batch_size}")
+    if (args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)) < args.mae_batch_size:
+        fail(f"--mae-frames (5,000 or 50,000 if not given) must be at least --mae-batch-size {args.mae_batch_size}")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
@@ -1086,8 +1101,11 @@ def check_args(args):
         )
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
-    if not args.n_step < args.learning_starts <= last:
-        fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {last}")
+    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:  # for one update
+        fail(
+            f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
+            f"{args.total_timesteps - args.train_frequency}"
+        )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
     if not args.v_min < args.v_max:
@@ -1103,8 +1121,8 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError):
+        return torch.zeros(1, device=name).double().device
+    except Exception:  # absent, or without float64, which the replay needs
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -1123,7 +1141,7 @@ if __name__ == "__main__":
     # The auto-encoder: this run's own (after a resume), or the given one, or one to pre-train.
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
-    max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id)  # None, for other games: mr* of random play
+    max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id)  # None for other games: mr*, set below
     own_mae = run_dir / "mae.pt"
     ready_mae = own_mae if own_mae.exists() else args.mae_checkpoint
     if ready_mae is not None:
@@ -1185,7 +1203,7 @@ if __name__ == "__main__":
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     # The run's progress. The emulator's state is not saved: its game's seed and `actions` restore it.
-    run = SimpleNamespace(saved_step=0, updates=0, scores=[], evaluations=[], seconds=0, score=0, actions=[])
+    run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin, or continue from the checkpoint.
     checkpoint_path = run_dir / "checkpoint.pt"
@@ -1199,7 +1217,7 @@ if __name__ == "__main__":
         error_map.errors.update(checkpoint["errors"])
         generator.set_state(checkpoint["generator"].cpu())
         run = SimpleNamespace(**checkpoint["run"])
-    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.scores)))
+    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
     for action in run.actions:
         observation, *_ = envs.step(np.array([action]))
     if resumed and not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
@@ -1234,7 +1252,7 @@ if __name__ == "__main__":
 
         # Evaluate, always on the same games, so that only the weights differ.
         if evaluation_due:
-            eval_error_map = ErrorMapCache(mae)  # a copy: what evaluation sees does not change training's
+            eval_error_map = ErrorMapCache(mae)  # starts as a copy of training's and does not change it
             eval_error_map.errors.update(error_map.errors)
             eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)
             eval_envs = make_envs(args, args.eval_episodes)
@@ -1283,24 +1301,26 @@ if __name__ == "__main__":
         # Step.
         observation, reward, terminated, truncated, info = envs.step(np.array([action]))
         life_ended = bool(terminated[0])
-        cut_off = bool(truncated[0])
-        game_ended = cut_off or (life_ended and info["lives"][0] == 0)
+        game_truncated = bool(truncated[0])
+        game_ended = game_truncated or (life_ended and info["lives"][0] == 0)
         run.score += float(reward[0])
         run.actions.append(action)
 
         # Store, and begin the next game where one has ended.
         clipped_reward = float(np.clip(reward[0], -1, 1))  # Table 9
         replay.complete(action, clipped_reward, life_ended)
-        if cut_off and not life_ended:  # so bootstrap from the game's last frame
+        if game_truncated and not life_ended:  # truncated, not ended: bootstrap from its last frame
             replay.append(*preprocess(observation[:, 0]), starts=False)
             replay.truncate()
         if game_ended:
             writer.add_scalar("charts/episodic_return", run.score, step)
-            run.scores.append((step, run.score))
-            progress.set_postfix(score=run.score, games=len(run.scores))
+            run.training_scores.append((step, run.score))
+            progress.set_postfix(score=run.score, games=len(run.training_scores))
             run.score = 0.0
             run.actions = []
-            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.scores)))  # replaces the autoreset
+            observation, _ = envs.reset(
+                seed=game_seeds(args.seed, PLAY, len(run.training_scores))
+            )  # replaces the autoreset
         replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
         # Learn.
@@ -1346,7 +1366,7 @@ if __name__ == "__main__":
         "std": np.std(scores, ddof=1) if len(scores) > 1 else None,
         "scores": scores,
         "evaluations": run.evaluations,
-        "training_scores": run.scores,
+        "training_scores": run.training_scores,
         "steps": step,
         "updates": run.updates,
         "max_patches": max_patches,

@@ -41,7 +41,7 @@ ONLY_SPIRL = {
     'preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)',
     'error_map.errors.update(checkpoint["errors"])',
     '"errors": error_map.errors,',
-    "eval_error_map = ErrorMapCache(mae)  # a copy: what evaluation sees does not change training's",
+    "eval_error_map = ErrorMapCache(mae)  # starts as a copy of training's and does not change it",
     'eval_error_map.errors.update(error_map.errors)',
     'eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)',
     'eval_preprocess,',
@@ -238,7 +238,7 @@ def test_requirements_are_exact_and_used(sources):
 
 @pytest.mark.parametrize("before, after, message", [
     ("return x + z if self.residual else z", "return x + z", "Block has drifted"),
-    ("# a view: what is painted here stays", "# a copy", "mark_patches has drifted"),
+    ("# a view: painting it paints the picture", "# a copy", "mark_patches has drifted"),
     ("lorenz_slope: float = 0.5", "lorenz_slope: float = 1.0", "--lorenz_slope differs"),
     ("passes over those frames,", "passes,", "--mae_epochs differs"),
     ("def ratio_to_patches(", "def embed_salient_patches(x):\n    pass\n\n\ndef ratio_to_patches(",

@@ -74,7 +74,7 @@ def test_the_cache_equals_the_plain_map_on_real_games(maes, plain_maps, game):
     frames, plain = plain_maps[game]
     cache = spirl.ErrorMapCache(maes[game])
     cold = torch.cat([cache(batch) for batch in frames.split(7)])
-    assert len(cache.errors) == len(set(cache.hashes(frames))) < 144 * len(frames)  # each neighbourhood once
+    assert len(cache.errors) == len(set(cache.hashes(frames))) < 144 * len(frames)
     cache.compute = None
     warm = cache(frames)  # computes nothing again
     for errors in (cold, warm):

@@ -107,7 +107,7 @@ def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, max_frames
                    "--eval-episodes", 1, "--image-size", 32, "--run-name", "here")
     args = spirl.Args(env_id="ALE/MsPacman-v5", image_size=32, max_episode_frames=max_frames)
     slots, games = oracle_slots(args, steps)
-    assert end["run"].scores[: len(games)] == games and len(games) >= 1
+    assert end["run"].training_scores[: len(games)] == games and len(games) >= 1
     assert any(slot["action"] < 0 for slot in slots[:-1]) == cut_off
     assert sum(slot["ended"] for slot in slots) >= 3 and max(slot["reward"] for slot in slots) == 1.0
     replay, known = end["replay"], len(slots) - 1  # the last one has got its action by now
@@ -179,7 +179,7 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
     # Each game that is trained on has a seed of its own; each evaluation plays the same two games, and none of those.
     trained_on = [seed for trains, *seeds in games if trains for seed in seeds]
     evaluated_on = [seed for trains, *seeds in games if not trains for seed in seeds]
-    assert trained_on == [int(spirl.game_seeds(1, spirl.PLAY, n)[0]) for n in range(end["run"].games + 1)]
+    assert trained_on == [int(spirl.game_seeds(1, spirl.PLAY, n)[0]) for n in range(len(end["run"].training_scores) + 1)]
     assert evaluated_on == 5 * spirl.game_seeds(1, spirl.EVALUATE, num=2).tolist() and len(trained_on) > 2
     # After 20 updates the target network is the online one, but for its noise.
     weights = [{name: value for name, value in end[network].state_dict().items() if "noise" not in name}
@@ -234,6 +234,16 @@ def test_the_target_network_begins_as_a_copy_of_the_online_one(tmp_path, small_r
     assert end["run"].updates == 3  # too few for another copy
     assert all(torch.equal(target[name], p) for name, p in first.named_parameters())
     assert not any(torch.equal(online[name], p) for name, p in first.named_parameters())
+
+
+def test_evaluation_adds_nothing_to_the_cache_of_training(tmp_path, small_run, monkeypatch):
+    flags = [*LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--total-timesteps", 125, "--eval-episodes", 1,
+             "--max-episode-frames", 200]
+    seldom = run_here(tmp_path, monkeypatch, *flags, "--run-name", "seldom")
+    often = run_here(tmp_path, monkeypatch, *flags, "--run-name", "often", "--eval-frequency", 50)
+    assert list(seldom["error_map"].errors) == list(often["error_map"].errors)
+    added = often["eval_error_map"].errors.keys() - often["error_map"].errors.keys()
+    assert added and often["error_map"].errors.items() <= often["eval_error_map"].errors.items()
 
 
 @in_background
