@@ -153,8 +153,8 @@ def make_envs(args, num_envs):
 
 def game_seeds(seed, *purpose, num=1):
     """`num` independent seeds for a purpose (a number above, then for instance that of the game), int64 (num,) below
-    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening
-    no-ops, so fifty games have about 25 different starts."""
+    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening no-ops, so fifty
+    games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -258,8 +258,7 @@ class MaskedAutoencoder(nn.Module):
 
     def patchify(self, frames):
         """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flattened as (row, column,
-        colour). Raises ValueError for frames
-        of another type or shape: channels come last."""
+        colour). Raises ValueError for frames of another type or shape: channels come last."""
         if frames.dtype != torch.uint8 or frames.shape[1:] != self.image_shape:
             raise ValueError(
                 f"frames are {frames.dtype} of shape {tuple(frames.shape)}; they must be torch.uint8 of shape "
@@ -470,8 +469,7 @@ class Replay:
         now = self.slot
 
         # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
-        # that do. The second test: where one life fills the ring, they would take its new frame for an
-        # old one.
+        # that do. The second test: where one life fills the ring, they would take its new frame for an old one.
         later = (self.slot - self.stack_offsets[:-1]) % self.capacity
         unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
         self.priorities[later] *= unaffected
@@ -510,18 +508,16 @@ class Replay:
         return self.frames[window], self.counts[window] * same_life
 
     def sample(self, batch_size, beta, generator):
-        """Slots (B,), drawn in proportion to p**alpha, stratified: one from each of B equal shares of the
-        total, and importance
-        weights (B,) that correct for it: (1 / probability)**beta over the batch's largest. Raises ValueError while no
-        slot can be drawn."""
+        """Slots (B,), drawn in proportion to p**alpha, stratified: one from each of B equal shares of the total, and
+        importance weights (B,) that correct for it: (1 / probability)**beta over the batch's largest. Raises ValueError
+        while no slot can be drawn."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
         if mass[-1] == 0:
             raise ValueError(f"no slot can be drawn before {self.n_step} steps, or the end of a life, are stored")
         random = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
-        slots = torch.searchsorted(mass, points, right=True).clamp(
-            max=self.capacity - 1
-        )  # the first whose sum exceeds it
+        # Of each point the first slot whose sum exceeds it.
+        slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
         # The sum of the priorities cancels in the division below. Rounding can land past the last slot with a priority,
         # or on one without: it gets weight 0.
         priorities = self.priorities[slots]
@@ -671,9 +667,8 @@ def project_distribution(probabilities, returns, discounts, support):
     are (B,). Each shifted atom shares its mass between its two neighbours by closeness: a triangular kernel."""
     spacing = support[1] - support[0]
     shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z)
-    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(
-        min=0
-    )  # (B, Z, Z): what atom i gets of shifted atom j
+    # (B, Z, Z): what atom i gets of shifted atom j
+    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
 
@@ -693,9 +688,9 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
-    """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (their mean),
-    grad_norm. Raises
-    RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its compiled version."""
+    """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (the batch's mean),
+    grad_norm. Raises RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its compiled version.
+    """
     slots, importance_weights = replay.sample(batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)

@@ -133,8 +133,8 @@ def make_envs(args, num_envs):
 
 def game_seeds(seed, *purpose, num=1):
     """`num` independent seeds for a purpose (a number above, then for instance that of the game), int64 (num,) below
-    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening
-    no-ops, so fifty games have about 25 different starts."""
+    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening no-ops, so fifty
+    games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -238,8 +238,7 @@ class MaskedAutoencoder(nn.Module):
 
     def patchify(self, frames):
         """Patches (B, N, C) in [0, 1] of uint8 frames (B, H, W, 3), row by row, each flattened as (row, column,
-        colour). Raises ValueError for frames
-        of another type or shape: channels come last."""
+        colour). Raises ValueError for frames of another type or shape: channels come last."""
         if frames.dtype != torch.uint8 or frames.shape[1:] != self.image_shape:
             raise ValueError(
                 f"frames are {frames.dtype} of shape {tuple(frames.shape)}; they must be torch.uint8 of shape "
@@ -430,17 +429,16 @@ class ErrorMapCache:
 
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
-    up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million
-    neighbourhoods share one are below one in a million. At most `capacity` errors are kept (180 bytes
-    each), the newest.
+    up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million neighbourhoods
+    share one are below one in a million. At most `capacity` errors are kept (180 bytes each), the newest.
     """
 
     def __init__(self, mae, capacity=2**22):
         self.mae = mae
         self.capacity = capacity
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are masked
-        # and their embeddings equal the first's, so it does not matter which one `decode` scatters last.
+        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are masked, and
+        # their embeddings equal the first's, so it does not matter which one `decode` scatters last.
         surroundings = surrounding_patches(mae.side)
         with mae.pos_embed.device:
             self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings])  # (N, 8)
