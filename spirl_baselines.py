@@ -13,9 +13,10 @@ New here, beside what spirl_rainbow.py has: `DataEfficientCNN`, `prepare_pixels`
 of main that use them.
 
 Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
-a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given; L patches of a
-frame (all 144); S frames stacked (4); T tokens; D width of a layer (encoder 64, decoder 128, agent 32); h its attention
-heads (4, 8, 8); d = D / h; n steps of a return (20); A actions (18); Z atoms (51); G evaluation games (50).
+a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given; K patches that were
+selected, L with padding (here both are all 144); S frames stacked (4); T tokens; D width of a layer (encoder 64,
+decoder 128, agent 32); h its attention heads (4, 8, 8); d = D / h; n steps of a return (20); A actions (18); Z atoms
+(51); G evaluation games (50).
 """
 
 import argparse
@@ -57,8 +58,8 @@ class Args:
     """The command line: each field is a flag, and the comment beside or above it the flag's help."""
 
     # de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the first --mae-frames steps are random, and
-    # the run is longer by these, so that it makes as many updates (Table 12: 5K random steps of
-    # 103.4K on Frostbite, 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
+    # the run is longer by these, so that it makes as many updates (Table 12: 5K random steps of 103.4K on Frostbite,
+    # 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
@@ -112,7 +113,7 @@ class Args:
     priority_weight: float = 0.4  # beta, of the importance weights, at first; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations (400K: 50,000; reports the best median); 0: only at the end
+    eval_frequency: int = 0  # steps between evaluations, to report the best median (400K: ours, 50,000); 0: at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -203,14 +204,15 @@ class Block(nn.Module):
 
 
 def normalize_patches(patches):
-    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation."""
+    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation; 1e-6 is
+    added to the variance."""
     mean = patches.mean(-1, keepdim=True)
     variance = patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: zero padding then stays zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then stays zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -398,12 +400,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss)
-        checkpoint = {
-            "model": mae.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "losses": losses,
-        }
-        write_whole(path, torch.save, checkpoint)
+        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        write_whole(path, torch.save, state)
     progress.close()
     writer.close()
     return losses
@@ -420,8 +418,8 @@ def encode_patches(mae, frames, patch_ids, count):
 
 
 def embed_all_patches(mae, frames):
-    """What MAE-All sees of an array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16 and counts (B,), all
-    N, on the MAE's device."""
+    """What MAE-All sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16 and counts (B,),
+    all N, on the MAE's device."""
     frames = torch.from_numpy(frames).to(mae.pos_embed.device)
     count = torch.full((len(frames),), mae.num_patches, device=frames.device)
     patch_ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)
@@ -429,7 +427,7 @@ def embed_all_patches(mae, frames):
 
 
 def prepare_pixels(device, frames):
-    """What DE-Rainbow sees of an array of uint8 frames (B, 84, 84): the same on `device`, and counts (B,), all 1."""
+    """What DE-Rainbow sees of a NumPy array of uint8 frames (B, 84, 84): the same on `device`, counts (B,), all 1."""
     return torch.from_numpy(frames).to(device), torch.ones(len(frames), dtype=torch.int64, device=device)
 
 
@@ -463,14 +461,14 @@ class Replay:
         self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
-        """Store a frame with `count` patches besides padding; `starts`, a Python bool: a new life starts here."""
-        self.slot = (self.slot + 1) % self.capacity
+        """Store a frame (*frame_shape), or with a leading 1, with `count` patches besides padding. `starts`, a Python
+        bool: a new life starts here."""
         self.life += starts
-        now = self.slot
+        now = self.slot = (self.slot + 1) % self.capacity
 
         # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
         # that do. The second test: where one life fills the ring, they would take its new frame for an old one.
-        later = (self.slot - self.stack_offsets[:-1]) % self.capacity
+        later = (now - self.stack_offsets[:-1]) % self.capacity
         unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
         self.priorities[later] *= unaffected
 
@@ -488,7 +486,7 @@ class Replay:
         self.actions[now] = action
         self.rewards[now] = reward
         self.ended[now] = ended
-        self.pending.append(self.slot)
+        self.pending.append(now)
         if ended:
             self.truncate()
 
@@ -668,7 +666,7 @@ def project_distribution(probabilities, returns, discounts, support):
     spacing = support[1] - support[0]
     shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z)
     # (B, Z, Z): what atom i gets of shifted atom j
-    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)
+    kernel = (1 - (shifted[:, None] - support[:, None]).abs() / spacing).clamp(min=0)
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
 
@@ -888,7 +886,8 @@ def fail(message):
 
 
 def parse_args():
-    """The command line as Args; with --resume, the arguments of the run that it names."""
+    """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
+    have their defaults)."""
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.resume is None:
         return args
@@ -897,7 +896,7 @@ def parse_args():
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
-        stored_args = Args(**{**stored, "resume": args.resume})
+        stored_args = Args(**stored | {"resume": args.resume})
     except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
         stored_args = None
     if stored_args is None or (run_dir / "results.json").exists():
@@ -916,10 +915,12 @@ def check_each(args):
     for name, value in vars(args).items():
         if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
-        limit = 1 if name in SHARES else 2**31
+        limit = 1 if name in SHARES else 2_147_483_647
         may_be_0 = name in MAY_BE_0 | SHARES
         if not (0 < value <= limit or value == 0 and may_be_0):  # this form also refuses nan
-            fail(f"--{name.replace('_', '-')} is {value}; give one {'from' if may_be_0 else 'above'} 0 to {limit}")
+            fail(
+                f"--{name.replace('_', '-')} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}"
+            )
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
@@ -972,8 +973,8 @@ def check_args(args):
         )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
-    if not args.v_min < args.v_max:
-        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
+    if not 0 < args.v_max - args.v_min < math.inf or args.num_atoms < 2:
+        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, --num-atoms {args.num_atoms} at least 2")
 
 
 def pick_device(name):
@@ -981,8 +982,9 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).double().device
-    except Exception:  # absent, or without float64, which the replay needs
+        torch.zeros(1, device=name).double().item()
+        return torch.device(name)
+    except Exception:  # absent, or without float64, which the replay needs, or without values ("meta")
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -1020,8 +1022,8 @@ if __name__ == "__main__":
     if args.method == "mae-all":
         if ready_mae is None:
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
-            frames, held_out = frames.split([num_frames, HELD_OUT_FRAMES])
-            pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume is not None)
+            frames, held_out = frames.tensor_split([num_frames])
+            pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
             save_mae(own_mae, mae, args, salient_counts={})
             del frames, held_out  # free memory for training
         elif ready_mae != own_mae:
@@ -1172,8 +1174,7 @@ if __name__ == "__main__":
         run.actions.append(action)
 
         # Store, and begin the next game where one has ended.
-        clipped_reward = float(np.clip(reward[0], -1, 1))  # Table 9
-        replay.complete(action, clipped_reward, life_ended)
+        replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
         if game_truncated and not life_ended:  # truncated, not ended: bootstrap from its last frame
             replay.append(*preprocess(observation[:, 0]), starts=False)
             replay.truncate()
@@ -1183,9 +1184,8 @@ if __name__ == "__main__":
             progress.set_postfix(score=run.score, games=len(run.training_scores))
             run.score = 0.0
             run.actions = []
-            observation, _ = envs.reset(
-                seed=game_seeds(args.seed, PLAY, len(run.training_scores))
-            )  # replaces the autoreset
+            # In place of the autoreset.
+            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
         replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
         # Learn.

@@ -11,8 +11,8 @@ cannot rebuild from the patches around it is salient, and the Lorenz curve of a 
 
 Shape letters, with their values at the paper's sizes: B batch (64); H, W height and width of a frame (96); N patches of
 a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given (36; 8 in Eq. (3));
-K patches that were selected; L patches of a frame with padding; M neighbourhoods; T tokens; D width of a layer (64 or
-128); h its attention heads (4 or 8); d = D / h (16).
+K patches that were selected; M neighbourhoods; T tokens; D width of a layer (64 or 128); h its attention heads (4 or
+8); d = D / h (16).
 """
 
 import argparse
@@ -183,14 +183,15 @@ class Block(nn.Module):
 
 
 def normalize_patches(patches):
-    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation."""
+    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation; 1e-6 is
+    added to the variance."""
     mean = patches.mean(-1, keepdim=True)
     variance = patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: zero padding then stays zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then stays zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -378,12 +379,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss)
-        checkpoint = {
-            "model": mae.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "losses": losses,
-        }
-        write_whole(path, torch.save, checkpoint)
+        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        write_whole(path, torch.save, state)
     progress.close()
     writer.close()
     return losses
@@ -452,7 +449,7 @@ class ErrorMapCache:
         if new:
             patches = self.mae.patchify(frames.to(self.surroundings.device))  # (B, N, C)
             indices = torch.tensor(list(new.values()), device=patches.device)  # (M,)
-            # 32 at a time, so that many frames at once take no more memory than a few.
+            # 32 at a time, so that many new neighbourhoods take no more memory than a few.
             computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
             self.errors.update(zip(new, computed.tolist()))
         errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
@@ -467,8 +464,8 @@ class ErrorMapCache:
         hashes = []
         for frame, row, column in product(padded, range(self.mae.side), range(self.mae.side)):
             pixels = frame[size * row : size * (row + 3), size * column : size * (column + 3)]
-            digest = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column)).digest()
-            hashes.append(int.from_bytes(digest))
+            key = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column))
+            hashes.append(int.from_bytes(key.digest()))
         return hashes
 
     def compute(self, patches, indices):
@@ -767,7 +764,8 @@ def fail(message):
 
 
 def parse_args():
-    """The command line as Args; with --resume, the arguments of the run that it names."""
+    """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
+    have their defaults)."""
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.resume is None:
         return args
@@ -776,7 +774,7 @@ def parse_args():
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
-        stored_args = Args(**{**stored, "resume": args.resume})
+        stored_args = Args(**stored | {"resume": args.resume})
     except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
         stored_args = None
     if stored_args is None or (run_dir / "results.json").exists():
@@ -795,10 +793,12 @@ def check_each(args):
     for name, value in vars(args).items():
         if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
-        limit = 1 if name in SHARES else 2**31
+        limit = 1 if name in SHARES else 2_147_483_647
         may_be_0 = name in MAY_BE_0 | SHARES
         if not (0 < value <= limit or value == 0 and may_be_0):  # this form also refuses nan
-            fail(f"--{name.replace('_', '-')} is {value}; give one {'from' if may_be_0 else 'above'} 0 to {limit}")
+            fail(
+                f"--{name.replace('_', '-')} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}"
+            )
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
@@ -848,8 +848,9 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).double().device
-    except Exception:  # absent, or without float64, which the replay needs
+        torch.zeros(1, device=name).double().item()
+        return torch.device(name)
+    except Exception:  # absent, or without float64, which the replay needs, or without values ("meta")
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -877,11 +878,11 @@ if __name__ == "__main__":
     # Pre-train on random play, or only collect some.
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
-    frames, held_out = frames.split([num_frames, HELD_OUT_FRAMES])
+    frames, held_out = frames.tensor_split([num_frames])
     losses = {"loss": [], "held_out_loss": []}
     start_time = time.perf_counter()
     if args.mae_checkpoint is None:
-        losses = pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume is not None)
+        losses = pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
     seconds = time.perf_counter() - start_time
     mae.eval().requires_grad_(False)
 

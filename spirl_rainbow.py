@@ -118,7 +118,7 @@ class Args:
     priority_weight: float = 0.4  # beta, of the importance weights, at first; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations (400K: 50,000; reports the best median); 0: only at the end
+    eval_frequency: int = 0  # steps between evaluations, to report the best median (400K: ours, 50,000); 0: at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -212,14 +212,15 @@ class Block(nn.Module):
 
 
 def normalize_patches(patches):
-    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation."""
+    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation; 1e-6 is
+    added to the variance."""
     mean = patches.mean(-1, keepdim=True)
     variance = patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the MAE's and the authors' code: zero padding then stays zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then stays zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -407,12 +408,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss)
-        checkpoint = {
-            "model": mae.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "losses": losses,
-        }
-        write_whole(path, torch.save, checkpoint)
+        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        write_whole(path, torch.save, state)
     progress.close()
     writer.close()
     return losses
@@ -481,7 +478,7 @@ class ErrorMapCache:
         if new:
             patches = self.mae.patchify(frames.to(self.surroundings.device))  # (B, N, C)
             indices = torch.tensor(list(new.values()), device=patches.device)  # (M,)
-            # 32 at a time, so that many frames at once take no more memory than a few.
+            # 32 at a time, so that many new neighbourhoods take no more memory than a few.
             computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
             self.errors.update(zip(new, computed.tolist()))
         errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
@@ -496,8 +493,8 @@ class ErrorMapCache:
         hashes = []
         for frame, row, column in product(padded, range(self.mae.side), range(self.mae.side)):
             pixels = frame[size * row : size * (row + 3), size * column : size * (column + 3)]
-            digest = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column)).digest()
-            hashes.append(int.from_bytes(digest))
+            key = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column))
+            hashes.append(int.from_bytes(key.digest()))
         return hashes
 
     def compute(self, patches, indices):
@@ -617,14 +614,14 @@ class Replay:
         self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
-        """Store a frame with `count` patches besides padding; `starts`, a Python bool: a new life starts here."""
-        self.slot = (self.slot + 1) % self.capacity
+        """Store a frame (*frame_shape), or with a leading 1, with `count` patches besides padding. `starts`, a Python
+        bool: a new life starts here."""
         self.life += starts
-        now = self.slot
+        now = self.slot = (self.slot + 1) % self.capacity
 
         # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
         # that do. The second test: where one life fills the ring, they would take its new frame for an old one.
-        later = (self.slot - self.stack_offsets[:-1]) % self.capacity
+        later = (now - self.stack_offsets[:-1]) % self.capacity
         unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
         self.priorities[later] *= unaffected
 
@@ -642,7 +639,7 @@ class Replay:
         self.actions[now] = action
         self.rewards[now] = reward
         self.ended[now] = ended
-        self.pending.append(self.slot)
+        self.pending.append(now)
         if ended:
             self.truncate()
 
@@ -808,7 +805,7 @@ def project_distribution(probabilities, returns, discounts, support):
     spacing = support[1] - support[0]
     shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z)
     # (B, Z, Z): what atom i gets of shifted atom j
-    kernel = (1 - (shifted[:, None, :] - support[:, None]).abs() / spacing).clamp(min=0)
+    kernel = (1 - (shifted[:, None] - support[:, None]).abs() / spacing).clamp(min=0)
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
 
@@ -1028,7 +1025,8 @@ def fail(message):
 
 
 def parse_args():
-    """The command line as Args; with --resume, the arguments of the run that it names."""
+    """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
+    have their defaults)."""
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.resume is None:
         return args
@@ -1037,7 +1035,7 @@ def parse_args():
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
-        stored_args = Args(**{**stored, "resume": args.resume})
+        stored_args = Args(**stored | {"resume": args.resume})
     except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
         stored_args = None
     if stored_args is None or (run_dir / "results.json").exists():
@@ -1056,10 +1054,12 @@ def check_each(args):
     for name, value in vars(args).items():
         if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
-        limit = 1 if name in SHARES else 2**31
+        limit = 1 if name in SHARES else 2_147_483_647
         may_be_0 = name in MAY_BE_0 | SHARES
         if not (0 < value <= limit or value == 0 and may_be_0):  # this form also refuses nan
-            fail(f"--{name.replace('_', '-')} is {value}; give one {'from' if may_be_0 else 'above'} 0 to {limit}")
+            fail(
+                f"--{name.replace('_', '-')} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}"
+            )
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
@@ -1087,7 +1087,7 @@ def check_args(args):
         if dim % heads or part != "agent" and dim % 4:  # sine-cosine positions need it
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
     if (args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)) < args.mae_batch_size:
-        fail(f"--mae-frames (5,000 or 50,000 if not given) must be at least --mae-batch-size {args.mae_batch_size}")
+        fail(f"--mae-frames {args.mae_frames or 'by default'} must be at least --mae-batch-size {args.mae_batch_size}")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
@@ -1102,8 +1102,8 @@ def check_args(args):
         )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
-    if not args.v_min < args.v_max:
-        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
+    if not 0 < args.v_max - args.v_min < math.inf or args.num_atoms < 2:
+        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, --num-atoms {args.num_atoms} at least 2")
     for name, value in vars(args).items():
         of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
         if args.mae_checkpoint is not None and of_pretraining and value != getattr(Args, name):
@@ -1115,8 +1115,9 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).double().device
-    except Exception:  # absent, or without float64, which the replay needs
+        torch.zeros(1, device=name).double().item()
+        return torch.device(name)
+    except Exception:  # absent, or without float64, which the replay needs, or without values ("meta")
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -1149,8 +1150,8 @@ if __name__ == "__main__":
     if ready_mae is None:
         num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
-        frames, held_out = frames.split([num_frames, HELD_OUT_FRAMES])
-        pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume is not None)
+        frames, held_out = frames.tensor_split([num_frames])
+        pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
         salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
         save_mae(own_mae, mae, args, salient_counts)
         del frames, held_out  # free memory for training
@@ -1246,7 +1247,7 @@ if __name__ == "__main__":
 
         # Evaluate, always on the same games, so that only the weights differ.
         if evaluation_due:
-            eval_error_map = ErrorMapCache(mae)  # starts as a copy of training's and does not change it
+            eval_error_map = ErrorMapCache(mae)  # begins as a copy of training's, 100 bytes an error
             eval_error_map.errors.update(error_map.errors)
             eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)
             eval_envs = make_envs(args, args.eval_episodes)
@@ -1301,8 +1302,7 @@ if __name__ == "__main__":
         run.actions.append(action)
 
         # Store, and begin the next game where one has ended.
-        clipped_reward = float(np.clip(reward[0], -1, 1))  # Table 9
-        replay.complete(action, clipped_reward, life_ended)
+        replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
         if game_truncated and not life_ended:  # truncated, not ended: bootstrap from its last frame
             replay.append(*preprocess(observation[:, 0]), starts=False)
             replay.truncate()
@@ -1312,9 +1312,8 @@ if __name__ == "__main__":
             progress.set_postfix(score=run.score, games=len(run.training_scores))
             run.score = 0.0
             run.actions = []
-            observation, _ = envs.reset(
-                seed=game_seeds(args.seed, PLAY, len(run.training_scores))
-            )  # replaces the autoreset
+            # In place of the autoreset.
+            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
         replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
         # Learn.

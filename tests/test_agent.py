@@ -96,8 +96,8 @@ def test_the_values_of_padded_rows_begin_at_zero():
     torch.manual_seed(0)
     embeddings, counts = made_up()
     trunk = spirl.SalientPatchTransformer()
-    _, _, v = trunk.block.queries_keys_values(trunk.tokens(embeddings, counts)[0])  # (B*F, 1+L, h, d)
-    v = v.flatten(2).unflatten(0, counts.shape)[:, :, 1:]  # (B, F, L, dim), without [cls]
+    _, _, v = trunk.block.queries_keys_values(trunk.tokens(embeddings, counts)[0])  # (B*S, 1+L, h, d)
+    v = v.flatten(2).unflatten(0, counts.shape)[:, :, 1:]  # (B, S, L, dim), without [cls]
     padded = torch.arange(6) >= counts[..., None]
     assert (v[padded] == 0).all() and (v[~padded] != 0).any(1).all() and padded.any() and not padded.all()
 

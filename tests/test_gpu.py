@@ -33,7 +33,7 @@ def test_the_cache_equals_the_plain_map(trained_mae, random_play):
 def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
     flags = [*flags, "--total-timesteps", "200", "--checkpoint-frequency", "20", "--run-name", "run"]
     command = [sys.executable, "-c", KILLER, "an update", "30", ROOT / script, *flags]
-    subprocess.run([str(part) for part in command], cwd=tmp_path, capture_output=True)
+    assert subprocess.run([str(part) for part in command], cwd=tmp_path, capture_output=True).returncode == -9
     assert (tmp_path / "runs/run/checkpoint.pt").exists()
     done = run(tmp_path, "--resume", "runs/run", script=script)
     assert done.returncode == 0 and (tmp_path / "runs/run/results.json").exists(), done.stderr[-3000:]
@@ -43,4 +43,4 @@ def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
 def test_the_auto_encoder_alone(tmp_path, amp):
     flags = SMALL[: SMALL.index("--max-episode-frames")]
     path, results = finished(tmp_path, "mae", *flags, *amp, "--device", "cuda", script="spirl_mae.py")
-    assert results["device"] == "cuda:0" and (path / "figures/mae_reconstruction.png").exists()
+    assert results["device"] == "cuda" and (path / "figures/mae_reconstruction.png").exists()

@@ -187,6 +187,21 @@ def test_a_block_against_the_papers_equations():
         torch.testing.assert_close(block(X[None], mask[:, 1:])[0, mask[0]], seen, rtol=1e-4, atol=1e-4)
 
 
+def test_every_layer_begins_with_xavier_uniform_weights_and_zero_biases():
+    torch.manual_seed(0)
+    mae = spirl.MaskedAutoencoder()
+    layers = [layer for layer in mae.modules() if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)]
+    assert len(layers) == 1 + 6 * 4 + 2
+    for layer in layers:
+        weight = layer.weight.flatten(1)  # (out, in); of the convolution (64, 3 * 8 * 8)
+        bound = math.sqrt(6 / sum(weight.shape))
+        assert 0.97 * bound < weight.abs().max() <= bound and not layer.bias.any(), layer
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), layer
+    drawn = [torch.cat([each.cls_token.flatten(), each.mask_token.flatten()])
+             for each in (spirl.MaskedAutoencoder(image_size=24) for _ in range(10))]
+    assert torch.stack(drawn).std().item() == pytest.approx(0.02, rel=0.1)
+
+
 def test_the_loss_is_equation_1_over_all_patches():
     torch.manual_seed(0)
     mae = spirl.MaskedAutoencoder(image_size=24)

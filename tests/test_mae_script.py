@@ -157,6 +157,17 @@ def test_the_selection_figures(trained_mae, random_play, drawn):
         assert f"{k} of 144" in axis.get_title()
 
 
+def test_selected_patches_are_red_and_attended_ones_yellow():
+    frame = np.full((16, 16, 3), 7, np.uint8)
+    picture = spirl.mark_patches(frame, [1, 2], [2], 2)
+    for i, colour in enumerate([(7, 7, 7), (255, 0, 0), (255, 255, 0), (7, 7, 7)]):
+        patch = picture[i // 2 * 32 :, i % 2 * 32 :][:32, :32]
+        assert patch.shape == (32, 32, 3) and (patch[2:-2, 2:-2] == 7).all()
+        for edge in (patch[:2], patch[-2:], patch[:, :2], patch[:, -2:]):
+            assert (edge == colour).all(), i
+    assert (frame == 7).all()
+
+
 def test_the_max_ratio_figure(drawn):
     counts = torch.tensor([7] * 30 + [8] * 50 + [50] * 15 + [51] * 5)  # 5 % keeps 7, 10 % keeps 14, 35 % 50, 40 % 57
     spirl_mae.draw_max_ratio(counts, 144, 0.40, 0.35, "Frostbite", None)

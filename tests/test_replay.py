@@ -6,7 +6,7 @@ import torch
 
 import spirl_rainbow as spirl
 
-F, N, GAMMA = 4, 5, 0.9
+S, N, GAMMA = 4, 5, 0.9
 
 
 def play(replay, steps, seed):
@@ -34,9 +34,9 @@ def play(replay, steps, seed):
 
 
 def oracle_stack(history, t):
-    """The F frames that end at t as (frame, count), blank (None, 0) before the life's first."""
+    """The S frames that end at t as (frame, count), blank (None, 0) before the life's first."""
     stack, blank = [], False
-    for k in range(F):
+    for k in range(S):
         stack.insert(0, (None, 0) if blank else (history[t - k]["frame"], history[t - k]["count"]))
         blank = blank or history[t - k]["starts"]
     return stack
@@ -59,7 +59,7 @@ def oracle_return(history, t):
 
 @pytest.mark.parametrize("capacity, steps", [(64, 40), (64, 63), (64, 64), (64, 65), (64, 300), (40, 1000)])
 def test_stacks_and_returns_against_loops(capacity, steps):
-    replay = spirl.Replay(capacity, (3, 2), torch.float16, "cpu", F, N, GAMMA)
+    replay = spirl.Replay(capacity, (3, 2), torch.float16, "cpu", S, N, GAMMA)
     history = play(replay, steps, seed=steps)
     if history[-1]["action"] is None:  # one more frame, so that the truncation is a fact of the past
         history.append({"frame": 0.0, "count": 1, "starts": True, "action": None, "ended": False})
@@ -69,7 +69,7 @@ def test_stacks_and_returns_against_loops(capacity, steps):
     for t in range(first, len(history)):
         slot = torch.tensor([t % capacity])
         reaches = t  # the oldest frame of its stack
-        while t - reaches < F - 1 and not history[reaches]["starts"]:
+        while t - reaches < S - 1 and not history[reaches]["starts"]:
             reaches -= 1
         known = oracle_return(history, t) if history[t]["action"] is not None else None
         assert (replay.priorities[slot] > 0).item() == (known is not None and reaches >= first), t
@@ -93,7 +93,7 @@ def test_wrap_around_with_lives_about_as_long_as_the_ring_against_the_whole_hist
     """Each stack that can be drawn, at every moment of several laps, is that of the history; and a slot cannot be drawn
     only where its return is not known or a place of its stack has a newer frame of its life or none of its own."""
     rng = np.random.default_rng(capacity)
-    replay = spirl.Replay(capacity, (1,), torch.float32, "cpu", F, n_step, GAMMA)
+    replay = spirl.Replay(capacity, (1,), torch.float32, "cpu", S, n_step, GAMMA)
     history, life, rest, drawable, spared = [], -1, 0, 0, 0
     for t in range(7 * capacity):
         starts = rest == 0
@@ -105,7 +105,7 @@ def test_wrap_around_with_lives_about_as_long_as_the_ring_against_the_whole_hist
         can_be_drawn = {slot for slot, priority in enumerate(replay.priorities.tolist()) if priority > 0}
         for slot in range(min(capacity, t + 1)):
             at = t - (t - slot) % capacity  # the number of the frame that the slot holds
-            before = [at - k for k in range(1, F)]
+            before = [at - k for k in range(1, S)]
             own = [k >= 0 and history[k] == history[at] for k in before]
             held = [t - (t - k) % capacity for k in before]  # the frames that are in those places now
             whole = all(k == there if mine else there < 0 or history[there] != history[at]
@@ -113,7 +113,7 @@ def test_wrap_around_with_lives_about_as_long_as_the_ring_against_the_whole_hist
             known = at + n_step <= t or any(history[k] != history[at] for k in range(at + 1, t + 1))
             assert (slot in can_be_drawn) == (whole and known), (t, slot)
             spared += known and not whole
-            if slot in can_be_drawn and (t % 7 == 0 or at - F < t - capacity):  # the oldest each time, all now and then
+            if slot in can_be_drawn and (t % 7 == 0 or at - S < t - capacity):  # the oldest each time, all now and then
                 frames, counts = replay.stacks(torch.tensor([slot]))
                 assert counts[0].tolist() == [*reversed([int(mine) for mine in own]), 1]
                 seen = [float(k) for k, mine in zip([at, *before], [True, *own]) if mine]
@@ -126,7 +126,7 @@ def test_wrap_around_with_lives_about_as_long_as_the_ring_against_the_whole_hist
 
 def test_no_transition_is_lost_at_an_end_or_truncation():
     for cut_off in (False, True):
-        replay = spirl.Replay(64, (1,), torch.float32, "cpu", F, N, GAMMA)
+        replay = spirl.Replay(64, (1,), torch.float32, "cpu", S, N, GAMMA)
         for t in range(12):
             replay.append(torch.tensor([float(t)]), 1, t == 0)
             replay.complete(0, 1.0, ended=t == 11 and not cut_off)
@@ -171,7 +171,7 @@ def test_sampling_frequencies_against_the_definition():
 
 
 def test_sampling_before_anything_can_be_drawn_is_refused():
-    replay = spirl.Replay(64, (1,), torch.float32, "cpu", F, N, GAMMA)
+    replay = spirl.Replay(64, (1,), torch.float32, "cpu", S, N, GAMMA)
     for t in range(N):
         replay.append(torch.zeros(1), 1, t == 0)
         replay.complete(0, 0.0, False)
@@ -192,7 +192,7 @@ def test_slots_without_priority_are_never_sampled():
 
 def test_an_empty_slot_that_is_drawn_counts_for_nothing_and_stays_empty(monkeypatch):
     """Sums round otherwise on a GPU and may draw one: here the search is made to."""
-    replay = spirl.Replay(40, (3, 2), torch.float32, "cpu", F, N, GAMMA)
+    replay = spirl.Replay(40, (3, 2), torch.float32, "cpu", S, N, GAMMA)
     play(replay, 30, 3)
     empty = int((replay.priorities == 0).nonzero()[-1])
     search = torch.searchsorted

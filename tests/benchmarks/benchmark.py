@@ -158,11 +158,10 @@ def learner(device, patches=None, capacity=100_000):
 def update(args, device):
     """The update alone, by number of patches."""
     print("| update of | plain, ms | --compile, ms | machine's matrix rate, GFLOP/s |\n|---|---|---|---|")
-    mode = "reduce-overhead" if device.type == "cuda" else "default"
     for patches in (28, 43, 50, 144, None):
         torch._dynamo.reset()  # one shape at a time, as in a run
         times = []
-        for loss_function in (spirl.c51_loss, torch.compile(spirl.c51_loss, mode=mode, dynamic=False)):
+        for loss_function in (spirl.c51_loss, torch.compile(spirl.c51_loss, dynamic=False)):
             online, target, optimizer, replay, generator = learner(device, patches)
             learn = functools.partial(spirl.learn, online, target, optimizer, replay, 32, 0.5, 10.0, generator,
                                       loss_function)

@@ -5,7 +5,8 @@
     python tests/benchmarks/mask_spread.py --report                # the table; the picture of those with --amp
 
 A MAE stays in runs/mask_spread/, and training that was stopped goes on when the same command is given again. What was
-measured of it, on 200 frames of random play with a seed of their own, 777, goes to tests/results/mask_spread/. Of some
+measured of it, on 200 frames of random play with a seed of their own, 777, goes to tests/results/mask_spread/. What is
+there is of whole games, as random play was collected then (before 5abe994); a new one is of first lives. Of some
 that are there only the end of their training was kept, in three digits; Seaquest's of 50 epochs was trained by two
 processes, each with half of every batch.
 """
