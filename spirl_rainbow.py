@@ -519,6 +519,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
+    In short: keep the patches whose error is above about lorenz_slope times the frame's mean error.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
     36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     Raises ValueError unless 1 <= max_patches <= N.

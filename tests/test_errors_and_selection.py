@@ -204,6 +204,15 @@ def test_selection_on_real_errors(plain_maps):
             check_selection(errors[::2].tolist(), max_patches, 0.5)
 
 
+@pytest.mark.parametrize("slope", (0.3, 0.5, 1.0))
+def test_k_is_about_the_number_of_errors_above_the_slope_times_their_mean(slope, plain_maps):
+    noise = torch.rand(200, 144, generator=torch.Generator().manual_seed(0)).square()
+    errors = torch.cat([noise, *(real for _, real in plain_maps.values())])
+    _, count = spirl.select_salient_patches(errors, 144, slope)
+    above = (errors > slope * errors.mean(1, keepdim=True)).sum(1)
+    assert ((count - above).abs() <= 2).all() and (above > 2).all() and (above < 142).all()
+
+
 def test_embeddings_are_the_encoder_on_the_selected_patches_alone(trained_mae, plain_maps):
     frames, errors = (x[:4] for x in plain_maps["ALE/Frostbite-v5"])
     patch_ids, count = spirl.select_salient_patches(errors, 144)
