@@ -58,8 +58,8 @@ class Args:
     """The command line: each field is a flag, and the comment beside or above it the flag's help."""
 
     # de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the first --mae-frames steps are random, and
-    # the run is longer by these, so that it makes as many updates (Table 12: 5K random steps of 103.4K on Frostbite,
-    # 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
+    # as many updates follow as in de-rainbow (Table 12: 5K random steps of 103.4K on Frostbite, 50K of 148.4K
+    # elsewhere). mae-all: the embeddings of all patches (Table 1)
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
@@ -204,15 +204,14 @@ class Block(nn.Module):
 
 
 def normalize_patches(patches):
-    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation; 1e-6 is
-    added to the variance."""
+    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation."""
     mean = patches.mean(-1, keepdim=True)
     variance = patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then stays zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then begins as zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -461,13 +460,13 @@ class Replay:
         self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
-        """Store a frame (*frame_shape), or with a leading 1, with `count` patches besides padding. `starts`, a Python
-        bool: a new life starts here."""
+        """Store a frame, (*frame_shape) or (1, *frame_shape), that has `count` patches besides padding. `starts`, a
+        Python bool: it is the first of a life."""
         self.life += starts
         now = self.slot = (self.slot + 1) % self.capacity
 
         # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
-        # that do. The second test: where one life fills the ring, they would take its new frame for an old one.
+        # that do. The second test is for one life that fills the ring: the new frame has its number too.
         later = (now - self.stack_offsets[:-1]) % self.capacity
         unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
         self.priorities[later] *= unaffected
@@ -511,10 +510,10 @@ class Replay:
         while no slot can be drawn."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
         if mass[-1] == 0:
-            raise ValueError(f"no slot can be drawn before {self.n_step} steps, or the end of a life, are stored")
+            raise ValueError(f"no slot can be drawn yet: store {self.n_step} steps, or one life to its end")
         random = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
-        # Of each point the first slot whose sum exceeds it.
+        # For each point, the first slot whose running sum exceeds it.
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
         # The sum of the priorities cancels in the division below. Rounding can land past the last slot with a priority,
         # or on one without: it gets weight 0.
@@ -973,8 +972,10 @@ def check_args(args):
         )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
-    if not 0 < args.v_max - args.v_min < math.inf or args.num_atoms < 2:
-        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, --num-atoms {args.num_atoms} at least 2")
+    if not 0 < args.v_max - args.v_min < math.inf:
+        fail(f"--v-min {args.v_min} and --v-max {args.v_max} must be finite, the first below the second")
+    if args.num_atoms < 2:
+        fail(f"--num-atoms {args.num_atoms} must be at least 2")
 
 
 def pick_device(name):
@@ -982,9 +983,8 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.zeros(1, device=name).double().item()
-        return torch.device(name)
-    except Exception:  # absent, or without float64, which the replay needs, or without values ("meta")
+        return torch.zeros(1, device=name).double().device
+    except Exception:  # absent, or without float64, which the replay needs
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 

@@ -212,15 +212,14 @@ class Block(nn.Module):
 
 
 def normalize_patches(patches):
-    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation; 1e-6 is
-    added to the variance."""
+    """Eq. (2): each patch (..., C) minus its own mean, over its own (unbiased) standard deviation."""
     mean = patches.mean(-1, keepdim=True)
     variance = patches.var(-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then stays zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then begins as zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -519,7 +518,8 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
-    In short: keep the patches whose error is above about lorenz_slope times the frame's mean error.
+    In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and one or two more;
+    at most max_patches.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
     36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     Raises ValueError unless 1 <= max_patches <= N.
@@ -615,13 +615,13 @@ class Replay:
         self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
-        """Store a frame (*frame_shape), or with a leading 1, with `count` patches besides padding. `starts`, a Python
-        bool: a new life starts here."""
+        """Store a frame, (*frame_shape) or (1, *frame_shape), that has `count` patches besides padding. `starts`, a
+        Python bool: it is the first of a life."""
         self.life += starts
         now = self.slot = (self.slot + 1) % self.capacity
 
         # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
-        # that do. The second test: where one life fills the ring, they would take its new frame for an old one.
+        # that do. The second test is for one life that fills the ring: the new frame has its number too.
         later = (now - self.stack_offsets[:-1]) % self.capacity
         unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
         self.priorities[later] *= unaffected
@@ -665,10 +665,10 @@ class Replay:
         while no slot can be drawn."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
         if mass[-1] == 0:
-            raise ValueError(f"no slot can be drawn before {self.n_step} steps, or the end of a life, are stored")
+            raise ValueError(f"no slot can be drawn yet: store {self.n_step} steps, or one life to its end")
         random = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
-        # Of each point the first slot whose sum exceeds it.
+        # For each point, the first slot whose running sum exceeds it.
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
         # The sum of the priorities cancels in the division below. Rounding can land past the last slot with a priority,
         # or on one without: it gets weight 0.
@@ -1087,8 +1087,9 @@ def check_args(args):
         heads = getattr(args, f"{part}_heads")
         if dim % heads or part != "agent" and dim % 4:  # sine-cosine positions need it
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
-    if (args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)) < args.mae_batch_size:
-        fail(f"--mae-frames {args.mae_frames or 'by default'} must be at least --mae-batch-size {args.mae_batch_size}")
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    if num_frames < args.mae_batch_size:
+        fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
@@ -1103,8 +1104,10 @@ def check_args(args):
         )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
-    if not 0 < args.v_max - args.v_min < math.inf or args.num_atoms < 2:
-        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, --num-atoms {args.num_atoms} at least 2")
+    if not 0 < args.v_max - args.v_min < math.inf:
+        fail(f"--v-min {args.v_min} and --v-max {args.v_max} must be finite, the first below the second")
+    if args.num_atoms < 2:
+        fail(f"--num-atoms {args.num_atoms} must be at least 2")
     for name, value in vars(args).items():
         of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
         if args.mae_checkpoint is not None and of_pretraining and value != getattr(Args, name):
@@ -1116,9 +1119,8 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.zeros(1, device=name).double().item()
-        return torch.device(name)
-    except Exception:  # absent, or without float64, which the replay needs, or without values ("meta")
+        return torch.zeros(1, device=name).double().device
+    except Exception:  # absent, or without float64, which the replay needs
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -1248,7 +1250,7 @@ if __name__ == "__main__":
 
         # Evaluate, always on the same games, so that only the weights differ.
         if evaluation_due:
-            eval_error_map = ErrorMapCache(mae)  # begins as a copy of training's, 100 bytes an error
+            eval_error_map = ErrorMapCache(mae)  # a copy: what evaluation adds must not reach training
             eval_error_map.errors.update(error_map.errors)
             eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)
             eval_envs = make_envs(args, args.eval_episodes)

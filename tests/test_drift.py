@@ -41,7 +41,7 @@ ONLY_SPIRL = {
     'preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)',
     'error_map.errors.update(checkpoint["errors"])',
     '"errors": error_map.errors,',
-    "eval_error_map = ErrorMapCache(mae)  # begins as a copy of training's, 100 bytes an error",
+    "eval_error_map = ErrorMapCache(mae)  # a copy: what evaluation adds must not reach training",
     'eval_error_map.errors.update(error_map.errors)',
     'eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)',
     'eval_preprocess,',

@@ -43,4 +43,4 @@ def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
 def test_the_auto_encoder_alone(tmp_path, amp):
     flags = SMALL[: SMALL.index("--max-episode-frames")]
     path, results = finished(tmp_path, "mae", *flags, *amp, "--device", "cuda", script="spirl_mae.py")
-    assert results["device"] == "cuda" and (path / "figures/mae_reconstruction.png").exists()
+    assert results["device"] == "cuda:0" and (path / "figures/mae_reconstruction.png").exists()

@@ -175,7 +175,7 @@ def test_sampling_before_anything_can_be_drawn_is_refused():
     for t in range(N):
         replay.append(torch.zeros(1), 1, t == 0)
         replay.complete(0, 0.0, False)
-    with pytest.raises(ValueError, match="no slot can be drawn before 5 steps, or the end of a life, are stored"):
+    with pytest.raises(ValueError, match="no slot can be drawn yet: store 5 steps, or one life to its end"):
         replay.sample(2, 0.5, torch.Generator())
     replay.append(torch.zeros(1), 1, False)
     assert replay.sample(2, 0.5, torch.Generator())[0].tolist() == [0, 0]
