@@ -129,7 +129,7 @@ def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for
     mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, raw rewards. Seeds go to `reset`. A life loss and the
     game's end both set `terminations`; at the game's end `info["lives"] == 0`. After it comes ale-py's autoreset step,
-    which training pre-empts with a seeded reset."""
+    unless a seeded reset comes first."""
     size = args.image_size if args.method == "mae-all" else 84
     return gym.make_vec(
         args.env_id,
@@ -153,7 +153,7 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose (a number above, then for instance that of the game), int64 (num,) below
+    """`num` independent seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening no-ops, so fifty
     games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
@@ -211,7 +211,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then begins as zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding is at first projected to zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)

@@ -109,7 +109,7 @@ COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw
     rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end
-    `info["lives"] == 0`. After it comes ale-py's autoreset step, which training pre-empts with a seeded reset."""
+    `info["lives"] == 0`. After it comes ale-py's autoreset step, unless a seeded reset comes first."""
     return gym.make_vec(
         args.env_id,
         num_envs,
@@ -132,7 +132,7 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose (a number above, then for instance that of the game), int64 (num,) below
+    """`num` independent seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening no-ops, so fifty
     games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
@@ -190,7 +190,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding then begins as zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding is at first projected to zero."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))
         nn.init.zeros_(layer.bias)
@@ -489,8 +489,8 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
-    In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and one or two more;
-    at most max_patches.
+    In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, up to two more, and
+    those whose error equals the last one's; at most max_patches.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
     36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     Raises ValueError unless 1 <= max_patches <= N.
@@ -620,7 +620,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
         at = (N - k) / N
         axis.axvline(at, color=VERMILION, linestyle="--", linewidth=2)
         axis.plot(at, curve[N - k], "o", color=VERMILION, markersize=9)
-        axis.axline((at, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # nearly the curve's own there
+        axis.axline((at, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # nearly the tangent there
         axis.set_title(f"slope {lorenz_slope:g}: K = {k}")
         axis.set_xlabel("share of the patches")
         axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
@@ -931,7 +931,7 @@ if __name__ == "__main__":
         "max_ratio": max_ratio,
         "kept_whole": kept_whole,
         "paper_ideal_max_ratio": PAPER_IDEAL_RATIO.get(args.env_id),
-        "pretraining_seconds": None if args.resume else seconds,
+        "pretraining_seconds": None if args.resume or args.mae_checkpoint else seconds,
         "device": str(device),
         "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},

@@ -75,7 +75,7 @@ ONLY_BASELINES = {
 ONLY_RGB = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw',
     "rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end",
-    '`info["lives"] == 0`. After it comes ale-py\'s autoreset step, which training pre-empts with a seeded reset."""',
+    '`info["lives"] == 0`. After it comes ale-py\'s autoreset step, unless a seeded reset comes first."""',
     'img_height=args.image_size,',
     'img_width=args.image_size,',
     'grayscale=False,',
@@ -85,7 +85,7 @@ ONLY_GREY = {
     'mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, raw rewards. Seeds go to `reset`. A life loss and the',
     "game's end both set `terminations`; at the game's end `info[\"lives\"] == 0`. After it comes ale-py's autoreset "
     "step,",
-    'which training pre-empts with a seeded reset."""',
+    'unless a seeded reset comes first."""',
     'size = args.image_size if args.method == "mae-all" else 84',
     'img_height=size,',
     'img_width=size,',
