@@ -12,6 +12,9 @@ many random steps as SPIRL's pre-training takes. MAE-All sees the embeddings of 
 New here, beside what spirl_rainbow.py has: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, and the branches
 of main that use them.
 
+Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 replay, 5 agent, 6 evaluation, 7 files and the command
+line, 8 main.
+
 Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
 a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given; K patches that were
 selected, L with padding (here both are all 144); S frames stacked (4); T tokens; D width of a layer (encoder 64,

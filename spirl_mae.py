@@ -9,6 +9,9 @@ cannot rebuild from the patches around it is salient, and the Lorenz curve of a 
     python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21  # another game, sooner
     python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000         # draw what that one has learned
 
+Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 selection, 5 figures, 6 files and the command line,
+7 main.
+
 Shape letters, with their values at the paper's sizes: B batch (64); H, W height and width of a frame (96); N patches of
 a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given (36; 8 in Eq. (3));
 K patches that were selected; M neighbourhoods; T tokens; D width of a layer (64 or 128); h its attention heads (4 or

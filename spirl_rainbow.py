@@ -7,6 +7,11 @@ Data-Efficient Rainbow picks the action (Fig. 5).
 
     python spirl_rainbow.py                                                                      # 100K on Frostbite
     python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt  # another game
+    python spirl_rainbow.py --resume runs/NAME                                                   # go on after a stop
+
+Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 selection (3 and 4 as in spirl_mae.py, with two
+functions more: `encode_patches` and `embed_salient_patches`), 5 replay, 6 agent, 7 evaluation, 8 files and the command
+line, 9 main.
 
 Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
 a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given (36; 8 in Eq. (3));
