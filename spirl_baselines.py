@@ -10,7 +10,7 @@ many random steps as SPIRL's pre-training takes. MAE-All sees the embeddings of 
     python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
 
 New here, beside what spirl_rainbow.py has: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, and the branches
-of main that use them.
+on `--method` in `Args`, `make_envs`, `check_args` and main.
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 replay, 5 agent, 6 evaluation, 7 files and the command
 line, 8 main.

@@ -35,7 +35,7 @@ def test_there_are_three_snippets_and_the_pictures_are_there():
 
 def test_every_command_of_the_readme_is_accepted(monkeypatch):
     commands = re.findall(r"python (spirl_\w+\.py[^`\n]*)", README)
-    assert len(commands) > 12
+    assert len(commands) > 10
     for command in commands:
         script, *flags = shlex.split(command)
         if "--resume" in flags:

@@ -32,7 +32,8 @@ def test_a_result_is_of_the_papers_setting(path):
     defaults = vars(table.SCRIPTS[method].Args())
     # A resumed run is allowed: it is the same run, bit for bit (test_resume.py).
     changed = {name for name, value in args.items() if value != defaults[name]}
-    allowed = {"env_id", "seed", "method", "mae_checkpoint", "device", "threads", "run_name", "resume", "capture_video"}
+    allowed = {"env_id", "seed", "method", "mae_checkpoint", "device", "threads", "run_name", "resume", "capture_video",
+               "checkpoint_frequency"}
     random_steps = 1600
     if method == "de-rainbow-p":  # Table 12
         random_steps = 5_000 if game == "Frostbite" else 50_000
