@@ -157,8 +157,8 @@ def make_envs(args, num_envs):
 
 def game_seeds(seed, *purpose, num=1):
     """`num` independent seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
-    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening no-ops, so fifty
-    games have about 25 different starts."""
+    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
+    fifty games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -823,10 +823,8 @@ def read_checkpoint(path, device="cpu"):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
             return dict(torch.load(path, map_location=device, weights_only=True))
-    except OSError as error:
-        fail(f"{path} cannot be read ({error.strerror}); give another file")
-    except Exception:  # a damaged or foreign file can fail in any way
-        fail(f"{path} is not a checkpoint; give another file")
+    except Exception as error:  # a missing, damaged or foreign file can fail in any way
+        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file")
 
 
 def mae_sizes(args):

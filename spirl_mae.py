@@ -136,8 +136,8 @@ def make_envs(args, num_envs):
 
 def game_seeds(seed, *purpose, num=1):
     """`num` independent seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
-    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its 0 to 29 opening no-ops, so fifty
-    games have about 25 different starts."""
+    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
+    fifty games have about 25 different starts."""
     return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
 
 
@@ -493,7 +493,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
     In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, up to two more, and
-    those whose error equals the last one's; at most max_patches.
+    those whose error equals the last one's; at most max_patches, and never all N.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
     36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     Raises ValueError unless 1 <= max_patches <= N.
@@ -703,10 +703,8 @@ def read_checkpoint(path, device="cpu"):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
             return dict(torch.load(path, map_location=device, weights_only=True))
-    except OSError as error:
-        fail(f"{path} cannot be read ({error.strerror}); give another file")
-    except Exception:  # a damaged or foreign file can fail in any way
-        fail(f"{path} is not a checkpoint; give another file")
+    except Exception as error:  # a missing, damaged or foreign file can fail in any way
+        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file")
 
 
 def mae_sizes(args):

@@ -89,7 +89,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_in_one_line_and_its_code_not_ru
         with pytest.raises(SystemExit) as exit:
             spirl.read_checkpoint(tmp_path / "bad.pt")
         printed = capsys.readouterr().err
-        assert exit.value.code == 2 and "bad.pt is not a checkpoint" in printed and printed.count("\n") == 1
+        assert exit.value.code == 2 and "bad.pt cannot be read as a checkpoint" in printed and printed.count("\n") == 1
     assert not (tmp_path / "made").exists()
 
 

@@ -176,7 +176,7 @@ def test_a_baseline_goes_on_only_where_its_game_comes_back(tmp_path, whole, kill
     assert content["run"]["saved_step"] == 160  # in the middle of the second game:
     assert len(content["run"]["actions"]) == 60
     torch.save({**content, "observation": content["observation"] + 1}, path / "checkpoint.pt")  # another picture
-    for message in ("the replayed game differs at step 160", "checkpoint.pt is not a checkpoint"):
+    for message in ("the replayed game differs at step 160", "checkpoint.pt cannot be read as a checkpoint"):
         with pytest.raises(SystemExit) as stop:
             run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
         assert stop.value.code == 2 and message in capsys.readouterr().err

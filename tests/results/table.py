@@ -56,8 +56,11 @@ def add(run_dir):
     not_given = {"resume"}
     if method == "de-rainbow-p":  # it lengthens its run by itself
         not_given |= {"total_timesteps", "learning_starts"}
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in results["args"].items()
-             if value != defaults[name] and name not in not_given]
+    flags = []
+    for name, value in results["args"].items():
+        if value != defaults[name] and name not in not_given:
+            flag = f"--{name.replace('_', '-')}"
+            flags.append(flag if value is True else f"{flag} {value}")  # every bool is off by default
     capability = torch.backends.cpu.get_cpu_capability()
     machine = f"{platform.system()} {platform.machine()}, {capability}, {os.cpu_count()} cores"
     if results["device"] != "cpu":
