@@ -775,8 +775,8 @@ def parse_args():
         fail("--resume uses the run's own arguments; leave out all other flags")
     run_dir = Path(args.resume)
     try:
-        stored = json.loads((run_dir / "args.json").read_text())
-        stored_args = Args(**stored | {"resume": args.resume})
+        stored = json.loads((run_dir / "args.json").read_text()) | {"resume": args.resume}
+        stored_args = Args(**stored)
     except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
         stored_args = None
     if stored_args is None or (run_dir / "results.json").exists():
@@ -797,7 +797,7 @@ def check_each(args):
             continue
         limit = 1 if name in SHARES else 2_147_483_647
         may_be_0 = name in MAY_BE_0 | SHARES
-        if not (0 < value <= limit or value == 0 and may_be_0):  # this form also refuses nan
+        if not (0 < value <= limit or (value == 0 and may_be_0)):  # this form also refuses nan
             fail(
                 f"--{name.replace('_', '-')} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}"
             )
@@ -889,11 +889,11 @@ if __name__ == "__main__":
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    made_with = args
+    made_with = args  # mae.pt says how its weights were made: a given one's, with the arguments stored beside them
     if args.mae_checkpoint is not None:
         stored = read_checkpoint(args.mae_checkpoint).get("args")
         if isinstance(stored, dict):  # facebookresearch/mae saves a Namespace
-            made_with = SimpleNamespace(**{**vars(args), **stored})
+            made_with = SimpleNamespace(**(vars(args) | stored))
     save_mae(run_dir / "mae.pt", mae, made_with, salient_counts)
     counts = salient_counts["counts"]
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)

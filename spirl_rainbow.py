@@ -884,7 +884,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
         actions[playing] = np.where(rng.random(len(playing)) < epsilon, random, greedy)
         observation, reward, terminated, truncated, info = envs.step(actions)
         scores[playing] += reward[playing]
-        over = truncated | terminated & (info["lives"] == 0)
+        over = truncated | (terminated & (info["lives"] == 0))
         progress.update(over[playing].sum())
         playing = playing[~over[playing]]
         step += 1
@@ -1038,8 +1038,8 @@ def parse_args():
         fail("--resume uses the run's own arguments; leave out all other flags")
     run_dir = Path(args.resume)
     try:
-        stored = json.loads((run_dir / "args.json").read_text())
-        stored_args = Args(**stored | {"resume": args.resume})
+        stored = json.loads((run_dir / "args.json").read_text()) | {"resume": args.resume}
+        stored_args = Args(**stored)
     except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
         stored_args = None
     if stored_args is None or (run_dir / "results.json").exists():
@@ -1060,7 +1060,7 @@ def check_each(args):
             continue
         limit = 1 if name in SHARES else 2_147_483_647
         may_be_0 = name in MAY_BE_0 | SHARES
-        if not (0 < value <= limit or value == 0 and may_be_0):  # this form also refuses nan
+        if not (0 < value <= limit or (value == 0 and may_be_0)):  # this form also refuses nan
             fail(
                 f"--{name.replace('_', '-')} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}"
             )
@@ -1088,7 +1088,7 @@ def check_args(args):
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
-        if dim % heads or part != "agent" and dim % 4:  # sine-cosine positions need it
+        if dim % heads or (part != "agent" and dim % 4):  # sine-cosine positions need it
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     if num_frames < args.mae_batch_size:
@@ -1234,8 +1234,9 @@ if __name__ == "__main__":
     progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
     for step in progress:  # `step` steps have been taken
         # Save. Nothing of this step exists yet, so a run resumed here repeats all of it.
-        evaluation_due = step > 0 and step % eval_frequency == 0 or step == args.total_timesteps
-        checkpoint_due = evaluation_due or args.checkpoint_frequency and step % args.checkpoint_frequency == 0
+        finished = step == args.total_timesteps
+        evaluation_due = finished or (step > 0 and step % eval_frequency == 0)
+        checkpoint_due = evaluation_due or (args.checkpoint_frequency and step % args.checkpoint_frequency == 0)
         if checkpoint_due and step > run.saved_step:
             writer.flush()
             run.saved_step = step
@@ -1289,7 +1290,7 @@ if __name__ == "__main__":
                 draw_policy_attention(marked, mae.side, run_dir / "figures/policy_attention.png")
                 if args.capture_video:
                     save_video(marked, mae.side, run_dir / "videos/policy.gif")
-        if step == args.total_timesteps:
+        if finished:
             break
 
         # Act.
