@@ -931,9 +931,9 @@ def draw_policy_attention(marked, side, path):
     for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(marked) - 1, 8).astype(int)):
         frame, selected, attended = marked[step]
         axis.imshow(mark_patches(frame, selected, attended, side))
-        axis.set_title(f"step {step}: {len(attended)} attended of {len(selected)} selected")
+        axis.set_title(f"step {step}: {len(selected)} patches, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Red: selected. Yellow: the fewest that get 60 % of the attention to those")
+    figure.suptitle("Red: the patches that the agent sees. Yellow: those that get most of its attention, 60 %")
     write_whole(path, figure.savefig)
 
 
