@@ -197,7 +197,9 @@ class Block(nn.Module):
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
         q, k, v = self.queries_keys_values(x)
         x = x[rows]
-        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d); q of `rows` only
+        q = q[rows].transpose(1, 2).float()  # (B, h, T, d), of `rows` only
+        k = k.transpose(1, 2).float()  # (B, h, T, d)
+        v = v.transpose(1, 2).float()
         with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
@@ -644,7 +646,8 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        o = o.detach() + (o - o.detach()) / 2**0.5  # two streams add up their gradients here (Wang et al. 2016)
+        # The same values, but the gradient divided by sqrt(2): those of the two streams add up here (Wang et al. 2016).
+        o = o.detach() + (o - o.detach()) / 2**0.5
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
         advantage = advantage.unflatten(1, (-1, len(self.support)))  # (B, A, Z)

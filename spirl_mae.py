@@ -176,7 +176,9 @@ class Block(nn.Module):
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
         q, k, v = self.queries_keys_values(x)
         x = x[rows]
-        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d); q of `rows` only
+        q = q[rows].transpose(1, 2).float()  # (B, h, T, d), of `rows` only
+        k = k.transpose(1, 2).float()  # (B, h, T, d)
+        v = v.transpose(1, 2).float()
         with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))

@@ -207,7 +207,9 @@ class Block(nn.Module):
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
         q, k, v = self.queries_keys_values(x)
         x = x[rows]
-        q, k, v = (part.transpose(1, 2).float() for part in (q[rows], k, v))  # (B, h, T, d); q of `rows` only
+        q = q[rows].transpose(1, 2).float()  # (B, h, T, d), of `rows` only
+        k = k.transpose(1, 2).float()  # (B, h, T, d)
+        v = v.transpose(1, 2).float()
         with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
@@ -558,10 +560,13 @@ def encode_patches(mae, frames, patch_ids, count):
 def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
     """What the agent sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, max_patches, D) in float16 and
     counts (B,), on the MAE's device."""
+    device = mae.pos_embed.device
     frames = torch.from_numpy(frames)
-    selected = select_salient_patches(error_map(frames), max_patches, lorenz_slope)  # on the CPU
-    frames, patch_ids, count = (x.to(mae.pos_embed.device) for x in (frames, *selected))
-    return encode_patches(mae, frames, patch_ids, count).half(), count
+    patch_ids, count = select_salient_patches(error_map(frames), max_patches, lorenz_slope)  # on the CPU
+    patch_ids = patch_ids.to(device)
+    count = count.to(device)
+    embeddings = encode_patches(mae, frames.to(device), patch_ids, count)
+    return embeddings.half(), count
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
@@ -787,7 +792,8 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        o = o.detach() + (o - o.detach()) / 2**0.5  # two streams add up their gradients here (Wang et al. 2016)
+        # The same values, but the gradient divided by sqrt(2): those of the two streams add up here (Wang et al. 2016).
+        o = o.detach() + (o - o.detach()) / 2**0.5
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
         advantage = advantage.unflatten(1, (-1, len(self.support)))  # (B, A, Z)
