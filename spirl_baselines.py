@@ -31,7 +31,6 @@ import os
 import shutil
 import sys
 import time
-from collections import OrderedDict
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -159,7 +158,8 @@ def game_seeds(seed, *purpose, num=1):
     """`num` independent seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
     fifty games have about 25 different starts."""
-    return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
+    seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
+    return seeds.astype(np.int64) >> 1
 
 
 # -------------------------------------------------------------------------------------------- 3. Model and pre-training
@@ -185,11 +185,12 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "proj": nn.Linear(dim, dim)})
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
 
     def queries_keys_values(self, x):
         """Queries, keys and values of all tokens, (B, T, h, d) each."""
-        return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
+        qkv = self.attn.qkv(self.norm1(x))  # (B, T, 3 D)
+        return qkv.unflatten(2, (3, self.heads, -1)).unbind(2)
 
     def forward(self, x, present=None, rows=np.s_[:]):
         mask = None
@@ -204,7 +205,7 @@ class Block(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
-        z = self.mlp(self.norm2(x))
+        z = self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))
         return x + z if self.residual else z
 
 
@@ -270,16 +271,20 @@ class MaskedAutoencoder(nn.Module):
                 f"frames are {frames.dtype} of shape {tuple(frames.shape)}; they must be torch.uint8 of shape "
                 f"(B, {', '.join(map(str, self.image_shape))})"
             )
-        rows_and_columns = frames.unflatten(2, (self.side, self.patch_size)).unflatten(1, (self.side, self.patch_size))
-        return rows_and_columns.transpose(2, 3).flatten(3).flatten(1, 2) / 255
+        size = self.patch_size
+        grid = frames.reshape(len(frames), self.side, size, self.side, size, self.image_shape[2])
+        patches = grid.transpose(2, 3)  # (B, row of patches, column of patches, row, column, colour)
+        return patches.flatten(3).flatten(1, 2) / 255
 
     def encode(self, patches, ids, present=None):
         """Encoder outputs (B, 1+V, D), [cls] first, for patches (B, V, C) in [0, 1] at the places ids (B, V). Patches
         where `present` (B, V) is False attend to the others, but are not attended to."""
         proj = self.patch_embed.proj  # its stride is its kernel size: the same linear map of each patch
-        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, V, D)
+        weight = proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, C)
+        x = F.linear(patches, weight, proj.bias)  # (B, V, D)
         x = x + self.pos_embed[0, 1:][ids]
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        cls = self.cls_token.expand(len(x), -1, -1)
+        x = torch.cat([cls, x], 1)
         for block in self.blocks:
             x = block(x, present)
         return self.norm(x)
@@ -290,7 +295,8 @@ class MaskedAutoencoder(nn.Module):
         other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
-        patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
+        patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
+        patches = patches.scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
@@ -417,7 +423,8 @@ def encode_patches(mae, frames, patch_ids, count):
     The encoder sees only [cls] and these. Then [cls] is dropped and the positions are added again (Table 13)."""
     present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
     patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1)  # (B, L, C)
-    embeddings = mae.encode(patches, patch_ids, present)[:, 1:] + mae.pos_embed[0, 1:][patch_ids]
+    latent = mae.encode(patches, patch_ids, present)[:, 1:]
+    embeddings = latent + mae.pos_embed[0, 1:][patch_ids]
     return embeddings * present[..., None]
 
 
@@ -432,7 +439,8 @@ def embed_all_patches(mae, frames):
 
 def prepare_pixels(device, frames):
     """What DE-Rainbow sees of a NumPy array of uint8 frames (B, 84, 84): the same on `device`, counts (B,), all 1."""
-    return torch.from_numpy(frames).to(device), torch.ones(len(frames), dtype=torch.int64, device=device)
+    count = torch.ones(len(frames), dtype=torch.int64, device=device)
+    return torch.from_numpy(frames).to(device), count
 
 
 # ------------------------------------------------------------------------------------------------------------ 4. Replay
@@ -530,7 +538,8 @@ class Replay:
         """For slots (B,): actions, returns, discounts, and slots of the states to bootstrap from. With m = min(n, steps
         to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or 0 after an end."""
         window = (slots[:, None] + self.step_offsets) % self.capacity  # (B, n)
-        no_end_before = F.pad((~self.ended[window[:, :-1]]).cumprod(1), (1, 0), value=1)  # (B, n)
+        no_end_so_far = (~self.ended[window]).cumprod(1)  # (B, n)
+        no_end_before = F.pad(no_end_so_far[:, :-1], (1, 0), value=1)  # (B, n)
         acted = (self.actions[window] >= 0).cumprod(1)  # -1 ends it: the newest frame, or a truncated game's last
         taken = no_end_before * acted  # (B, n): 1 for k < m
         steps = taken.sum(1)  # m
@@ -616,7 +625,8 @@ class SalientPatchTransformer(nn.Module):
         if self.padding == "token":
             x = x + self.pad * ~present[..., None]
         x = self.project(x).flatten(0, 1)  # (B*S, L, dim)
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1), present
+        cls = self.cls_token.expand(len(x), -1, -1)
+        return torch.cat([cls, x], 1), present
 
     def forward(self, embeddings, counts):
         x, present = self.tokens(embeddings, counts)
@@ -669,9 +679,10 @@ def project_distribution(probabilities, returns, discounts, support):
     put back on the support, where X has probabilities (B, Z) on the evenly spaced support (Z,); returns and discounts
     are (B,). Each shifted atom shares its mass between its two neighbours by closeness: a triangular kernel."""
     spacing = support[1] - support[0]
-    shifted = (returns[:, None] + discounts[:, None] * support).clamp(support[0], support[-1])  # (B, Z)
-    # (B, Z, Z): what atom i gets of shifted atom j
-    kernel = (1 - (shifted[:, None] - support[:, None]).abs() / spacing).clamp(min=0)
+    shifted = returns[:, None] + discounts[:, None] * support  # (B, Z)
+    shifted = shifted.clamp(support[0], support[-1])
+    distance = (shifted[:, None] - support[:, None]).abs() / spacing  # (B, Z, Z), from atom i to shifted atom j
+    kernel = (1 - distance).clamp(min=0)  # what atom i gets of shifted atom j
     return (kernel @ probabilities[:, :, None]).squeeze(2)
 
 
@@ -788,7 +799,9 @@ def mark_patches(frame, selected, attended, side):
 def draw_policy_attention(marked, side, path):
     """Fig. 6: eight of the steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
     figure = Figure(figsize=(15, 8.2), layout="constrained")
-    for axis, step in zip(figure.subplots(2, 4).flat, np.linspace(0, len(marked) - 1, 8).astype(int)):
+    axes = figure.subplots(2, 4).flat
+    steps = np.linspace(0, len(marked) - 1, 8).astype(int)
+    for axis, step in zip(axes, steps):
         frame, selected, attended = marked[step]
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(selected)} patches, {len(attended)} of them yellow")
@@ -1078,7 +1091,15 @@ if __name__ == "__main__":
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     # The run's progress. The emulator's state is not saved: its game's seed and `actions` restore it.
-    run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
+    run = SimpleNamespace(
+        saved_step=0,
+        updates=0,
+        training_scores=[],
+        evaluations=[],
+        seconds=0,
+        score=0,  # of the game being played
+        actions=[],  # of the game being played
+    )
 
     # Begin, or continue from the checkpoint.
     checkpoint_path = run_dir / "checkpoint.pt"

@@ -138,7 +138,8 @@ def game_seeds(seed, *purpose, num=1):
     """`num` independent seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
     fifty games have about 25 different starts."""
-    return np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32).astype(np.int64) >> 1
+    seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
+    return seeds.astype(np.int64) >> 1
 
 
 # -------------------------------------------------------------------------------------------- 3. Model and pre-training
@@ -164,11 +165,12 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "proj": nn.Linear(dim, dim)})
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = nn.Sequential(OrderedDict(fc1=nn.Linear(dim, 4 * dim), gelu=nn.GELU(), fc2=nn.Linear(4 * dim, dim)))
+        self.mlp = nn.ModuleDict({"fc1": nn.Linear(dim, 4 * dim), "fc2": nn.Linear(4 * dim, dim)})
 
     def queries_keys_values(self, x):
         """Queries, keys and values of all tokens, (B, T, h, d) each."""
-        return self.attn.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).unbind(2)
+        qkv = self.attn.qkv(self.norm1(x))  # (B, T, 3 D)
+        return qkv.unflatten(2, (3, self.heads, -1)).unbind(2)
 
     def forward(self, x, present=None, rows=np.s_[:]):
         mask = None
@@ -183,7 +185,7 @@ class Block(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
-        z = self.mlp(self.norm2(x))
+        z = self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))
         return x + z if self.residual else z
 
 
@@ -249,16 +251,20 @@ class MaskedAutoencoder(nn.Module):
                 f"frames are {frames.dtype} of shape {tuple(frames.shape)}; they must be torch.uint8 of shape "
                 f"(B, {', '.join(map(str, self.image_shape))})"
             )
-        rows_and_columns = frames.unflatten(2, (self.side, self.patch_size)).unflatten(1, (self.side, self.patch_size))
-        return rows_and_columns.transpose(2, 3).flatten(3).flatten(1, 2) / 255
+        size = self.patch_size
+        grid = frames.reshape(len(frames), self.side, size, self.side, size, self.image_shape[2])
+        patches = grid.transpose(2, 3)  # (B, row of patches, column of patches, row, column, colour)
+        return patches.flatten(3).flatten(1, 2) / 255
 
     def encode(self, patches, ids, present=None):
         """Encoder outputs (B, 1+V, D), [cls] first, for patches (B, V, C) in [0, 1] at the places ids (B, V). Patches
         where `present` (B, V) is False attend to the others, but are not attended to."""
         proj = self.patch_embed.proj  # its stride is its kernel size: the same linear map of each patch
-        x = F.linear(patches, proj.weight.permute(0, 2, 3, 1).flatten(1), proj.bias)  # (B, V, D)
+        weight = proj.weight.permute(0, 2, 3, 1).flatten(1)  # (D, C)
+        x = F.linear(patches, weight, proj.bias)  # (B, V, D)
         x = x + self.pos_embed[0, 1:][ids]
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        cls = self.cls_token.expand(len(x), -1, -1)
+        x = torch.cat([cls, x], 1)
         for block in self.blocks:
             x = block(x, present)
         return self.norm(x)
@@ -269,7 +275,8 @@ class MaskedAutoencoder(nn.Module):
         other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
-        patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1).scatter(1, places, x[:, 1:])
+        patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
+        patches = patches.scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
@@ -441,9 +448,10 @@ class ErrorMapCache:
         # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are masked, and
         # their embeddings equal the first's, so it does not matter which one `decode` scatters last.
         surroundings = surrounding_patches(mae.side)
-        with mae.pos_embed.device:
-            self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings])  # (N, 8)
-            self.present = torch.tensor([[i < len(ids) for i in range(8)] for ids in surroundings])  # (N, 8)
+        eight = [ids + ids[:1] * (8 - len(ids)) for ids in surroundings]
+        present = [[i < len(ids) for i in range(8)] for ids in surroundings]
+        self.surroundings = torch.tensor(eight, device=mae.pos_embed.device)  # (N, 8)
+        self.present = torch.tensor(present, device=mae.pos_embed.device)  # (N, 8)
 
     @torch.no_grad()
     def __call__(self, frames):
@@ -563,7 +571,8 @@ def decoder_pictures(mae):
 def paint(patches, side):
     """A picture (H, W, 3) in [0, 1] of normalised patches (N, C): 0 is grey, 2.5 standard deviations black or white."""
     size = math.isqrt(patches.shape[1] // 3)
-    picture = patches.view(side, side, size, size, 3).transpose(1, 2).reshape(side * size, side * size, 3)
+    grid = patches.view(side, side, size, size, 3)  # (row of patches, column of patches, row, column, colour)
+    picture = grid.transpose(1, 2).reshape(side * size, side * size, 3)
     return (0.5 + picture.cpu() / 5).clamp(0, 1).numpy()
 
 
@@ -619,7 +628,8 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
     figure = Figure(figsize=(3.6 * len(frames), 14.5))
     axes = figure.subplots(4, len(frames), squeeze=False)
     for column, (frame, error, ids, k) in enumerate(zip(frames, errors, patch_ids, count.tolist(), strict=True)):
-        curve = torch.cat([error.new_zeros(1), error.sort().values.cumsum(0)]).cpu() / error.sum().cpu()  # (N+1,)
+        running_sum = error.sort().values.cumsum(0).cpu()
+        curve = F.pad(running_sum, (1, 0)) / error.sum().cpu()  # (N+1,)
         axis = axes[0, column]
         axis.plot(np.arange(N + 1) / N, curve, color=BLUE, linewidth=2.5)
         at = (N - k) / N
@@ -643,7 +653,8 @@ def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
     """The patches that the agent would see, in twelve frames."""
     patch_ids, count = select_salient_patches(errors, max_patches, lorenz_slope)
     figure = Figure(figsize=(13, 10.4))
-    for axis, frame, ids, k in zip(figure.subplots(3, 4).flat, frames, patch_ids, count.tolist(), strict=True):
+    axes = figure.subplots(3, 4).flat
+    for axis, frame, ids, k in zip(axes, frames, patch_ids, count.tolist(), strict=True):
         axis.imshow(mark_patches(frame.cpu().numpy(), ids[:k].tolist(), [], mae.side))
         axis.set_title(f"{k} of {mae.num_patches} patches")
         axis.axis("off")
@@ -655,8 +666,9 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     figure = Figure(figsize=(9, 5.4))
     axis = figure.subplots()
     # The bin that ends at 35 % holds the frames that a maximal ratio of 35 % keeps whole and 30 % does not.
-    kept = [(counts <= ratio_to_patches(percent / 100, num_patches)).double().mean() for percent in range(0, 101, 5)]
-    axis.bar(np.arange(2.5, 100, 5), 100 * np.diff(kept), width=4.6, color=BLUE)
+    most = [ratio_to_patches(percent / 100, num_patches) for percent in range(0, 101, 5)]
+    kept_whole = [(counts <= patches).double().mean() for patches in most]
+    axis.bar(np.arange(2.5, 100, 5), 100 * np.diff(kept_whole), width=4.6, color=BLUE)
     for name, ratio, colour, style in (("mr*", ideal, VERMILION, "-"), ("ratio in use", adopted, ORANGE, "--")):
         whole = (counts <= ratio_to_patches(ratio, num_patches)).double().mean().item()
         label = f"{name}: {100 * ratio:g} %, keeps {100 * whole:.2f} % of the frames whole"

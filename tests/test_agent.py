@@ -50,7 +50,8 @@ def oracle_trunk(trunk, frame, count, padding, pooling):
             heads.append(sum(s / sum(scores) * v[part] for s, v in zip(scores, V)))
             looked = [total + s / sum(scores) / 8 for total, s in zip(looked, scores)]
         attention.append(looked)
-        outputs.append(trunk.block.mlp(trunk.block.norm2(trunk.block.attn.proj(torch.cat(heads)))))
+        x = trunk.block.norm2(trunk.block.attn.proj(torch.cat(heads)))
+        outputs.append(trunk.block.mlp.fc2(torch.nn.functional.gelu(trunk.block.mlp.fc1(x))))
     if pooling == "cls":
         return outputs[0], attention[:1]
     return sum(outputs[1:]) / (len(outputs) - 1) if len(outputs) > 1 else torch.zeros(32), attention[1:]
