@@ -177,10 +177,13 @@ def game_seeds(seed, *purpose, num=1):
 def sincos_positions(dim, side):
     """Fixed 2-D sine-cosine positions (1 + side**2, dim), dim a multiple of 4: zeros for [cls], then patches row by
     row. The first half of the width encodes the column, the second half the row, each as [sin | cos]."""
-    frequency = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))  # (dim/4,)
+    exponent = torch.arange(dim // 4, dtype=torch.float64) / (dim // 4)  # (dim/4,), 0 to below 1
+    frequency = 10000.0**-exponent
     angle = torch.arange(side)[:, None] * frequency  # (side, dim/4)
     axis = torch.cat([angle.sin(), angle.cos()], 1)  # (side, dim/2)
-    patches = torch.cat([axis.repeat(side, 1), axis.repeat_interleave(side, 0)], 1)  # (N, dim)
+    columns = axis.repeat(side, 1)  # (N, dim/2)
+    rows = axis.repeat_interleave(side, 0)
+    patches = torch.cat([columns, rows], 1)  # (N, dim)
     return torch.cat([torch.zeros(1, dim), patches]).float()
 
 
@@ -216,7 +219,8 @@ class Block(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
-        z = self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))
+        hidden = F.gelu(self.mlp.fc1(self.norm2(x)))  # (B, T, 4 D)
+        z = self.mlp.fc2(hidden)
         return x + z if self.residual else z
 
 
@@ -360,7 +364,8 @@ def warmup_cosine(step, steps, peak):
     warmup = steps / 10
     if step < warmup:
         return peak * (step / warmup)
-    return peak * (0.5 + 0.5 * math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    angle = math.pi * (step - warmup) / (steps - warmup)  # 0 to pi
+    return peak * (0.5 + 0.5 * math.cos(angle))
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
@@ -415,12 +420,13 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
             writer.add_scalar("mae/loss", loss, step)
             progress.update()
 
-        with torch.no_grad():  # with the same masks each time
-            held_out_loss = mae(held_out, args.mae_mask_ratio, torch.Generator(device).manual_seed(0))[0].item()
-        losses["held_out_loss"].append(held_out_loss)
+        with torch.no_grad():
+            generator = torch.Generator(device).manual_seed(0)  # the same masks in each epoch
+            held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, generator)
+        losses["held_out_loss"].append(held_out_loss.item())
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
-        progress.set_postfix(held_out_loss=held_out_loss)
+        progress.set_postfix(held_out_loss=held_out_loss.item())
         state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
         write_whole(path, torch.save, state)
     progress.close()
@@ -516,7 +522,8 @@ class ErrorMapCache:
         frame = indices // self.mae.num_patches
         place = indices % self.mae.num_patches
         ids = self.surroundings[place]  # (M, 8)
-        latent = self.mae.encode(patches[frame[:, None], ids], ids, self.present[place])
+        visible = patches[frame[:, None], ids]  # (M, 8, C)
+        latent = self.mae.encode(visible, ids, self.present[place])
         rebuilt = self.mae.decode(latent, ids, place)  # (M, C)
         return (rebuilt - normalize_patches(patches[frame, place])).square().mean(1)
 
@@ -711,7 +718,8 @@ class Replay:
 
     def set_priorities(self, slots, priorities):
         """New priorities p (B,), at least 1e-6, of slots (B,); a slot that cannot be drawn stays so."""
-        powered = priorities.double().clamp(min=1e-6) ** self.alpha * (self.priorities[slots] > 0)
+        drawable = self.priorities[slots] > 0
+        powered = priorities.double().clamp(min=1e-6) ** self.alpha * drawable
         self.priorities[slots] = powered
         self.max_priority = torch.maximum(self.max_priority, powered.max())
 
@@ -897,7 +905,8 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
             state = stacks[:1].clone(), counts[:1].clone()
             recording.append((observation[0, 0].copy(), state))
 
-        greedy = network.q_values(stacks[playing], counts[playing]).argmax(1).cpu().numpy()
+        q = network.q_values(stacks[playing], counts[playing])  # (games that are not over, A)
+        greedy = q.argmax(1).cpu().numpy()
         random = rng.integers(envs.single_action_space.n, size=len(playing))
         actions[playing] = np.where(rng.random(len(playing)) < epsilon, random, greedy)
         observation, reward, terminated, truncated, info = envs.step(actions)
@@ -937,7 +946,9 @@ def mark_patches(frame, selected, attended, side):
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
-    for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):
+    red = (255, 0, 0)
+    yellow = (255, 255, 0)
+    for ids, colour in ((selected, red), (attended, yellow)):
         for i in ids:
             patches[i // side, i % side, border] = colour
     return picture
@@ -962,7 +973,11 @@ def save_video(marked, side, path):
     first = mark_patches(*marked[0], side)
     figure = Figure(figsize=[len(first) / 100] * 2)  # at 100 dots an inch, pixel by pixel
     image = figure.figimage(first)
-    video = FuncAnimation(figure, lambda i: image.set_data(mark_patches(*marked[i], side)), len(marked))
+
+    def show(step):
+        image.set_data(mark_patches(*marked[step], side))
+
+    video = FuncAnimation(figure, show, len(marked))
     write_whole(path, video.save, writer=PillowWriter(fps=15))
 
 
