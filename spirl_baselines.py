@@ -155,7 +155,7 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
+    """`num` seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
     fifty games have about 25 different starts."""
     seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
@@ -221,9 +221,9 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding is at first projected to zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
-        nn.init.xavier_uniform_(layer.weight.flatten(1))
+        nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
 
 
@@ -304,12 +304,13 @@ class MaskedAutoencoder(nn.Module):
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
-        rows = np.s_[:]
-        if wanted is not None:
-            rows = torch.arange(len(x), device=x.device)[:, None], 1 + wanted[:, None]
-        x = self.decoder_blocks[-1](x, rows=rows)
-        x = self.decoder_pred(self.decoder_norm(x))
-        return x[:, 1:] if wanted is None else x[:, 0]
+        last = self.decoder_blocks[-1]
+        if wanted is None:
+            x = last(x)[:, 1:]  # without [cls]
+        else:
+            frame = torch.arange(len(x), device=x.device)
+            x = last(x, rows=(frame[:, None], 1 + wanted[:, None]))[:, 0]  # [cls] is token 0
+        return self.decoder_pred(self.decoder_norm(x))
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
         """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, C), mask (B, N): 0 keep, 1 removed). The loss
@@ -426,7 +427,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
 @torch.no_grad()
 def encode_patches(mae, frames, patch_ids, count):
     """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
-    The encoder sees only [cls] and these. Then [cls] is dropped and the positions are added again (Table 13)."""
+    The encoder sees only [cls] and these. Then [cls] is dropped, and the positions are added again: they are the
+    agent's positional embedding (Table 13)."""
     present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
     patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1)  # (B, L, C)
     latent = mae.encode(patches, patch_ids, present)[:, 1:]
@@ -451,7 +453,8 @@ def prepare_pixels(device, frames):
 
 # ------------------------------------------------------------------------------------------------------------ 4. Replay
 class Replay:
-    """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring, on `device`.
+    """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring, on `device`. A frame is what the agent
+    keeps of one screen: pixels, or embeddings of its patches.
 
     Each step: `append` the new frame, act, and `complete` it with the outcome; after a truncation `append`
     the game's last frame and `truncate`. A stack is blank (count 0) before the first frame of its life. A slot has a
@@ -465,11 +468,11 @@ class Replay:
         self.alpha = alpha
         with torch.device(device):
             self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
-            self.counts = torch.zeros(capacity, dtype=torch.int64)  # patches of a frame, without padding
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K of a frame: its other patches are padding
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
-            self.lives = torch.full((capacity,), -1)  # which life a frame belongs to
+            self.lives = torch.full((capacity,), -1)  # number of a frame's life, from 0; -1: no frame yet
             self.priorities = torch.zeros(capacity, dtype=torch.float64)  # p**alpha; 0: not to be drawn
             self.max_priority = torch.ones((), dtype=torch.float64)  # the largest p**alpha so far
             self.stack_offsets = torch.arange(1 - frame_stack, 1)  # -3, -2, -1, 0
@@ -481,14 +484,16 @@ class Replay:
     def append(self, frame, count, starts):
         """Store a frame, (*frame_shape) or (1, *frame_shape), that has `count` patches besides padding. `starts`, a
         Python bool: it is the first of a life."""
-        self.life += starts
+        if starts:
+            self.life += 1
         now = self.slot = (self.slot + 1) % self.capacity
 
-        # Stacks that end in the next three slots may contain the frame about to be overwritten: stop drawing those
-        # that do. The second test is for one life that fills the ring: the new frame has its number too.
+        # Stacks that end in the next three slots may reach back to this one. They do if they are of the life whose
+        # frame is overwritten, or of the one that the new frame belongs to (it then fills the ring): draw them no more.
         later = (now - self.stack_offsets[:-1]) % self.capacity
-        unaffected = (self.lives[later] != self.lives[now]) & (self.lives[later] != self.life)
-        self.priorities[later] *= unaffected
+        loses_a_frame = self.lives[later] == self.lives[now]
+        gains_a_frame = self.lives[later] == self.life
+        self.priorities[later] *= ~(loses_a_frame | gains_a_frame)
 
         self.frames[now] = frame
         self.counts[now] = count
@@ -506,7 +511,7 @@ class Replay:
         self.ended[now] = ended
         self.pending.append(now)
         if ended:
-            self.truncate()
+            self.truncate()  # as after a truncation, no return waits for another step
 
     def truncate(self):
         """No step will follow the newest frame: the returns of all slots are known."""
@@ -534,23 +539,23 @@ class Replay:
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
         # For each point, the first slot whose running sum exceeds it.
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
-        # The sum of the priorities cancels in the division below. Rounding can land past the last slot with a priority,
-        # or on one without: it gets weight 0.
-        priorities = self.priorities[slots]
-        weights = torch.where(priorities > 0, priorities**-beta, 0.0)
+        # A probability is powered / mass[-1]; mass[-1] cancels when the weights are divided by the largest.
+        # Rounding can pick a slot that is not to be drawn: its weight is 0.
+        powered = self.priorities[slots]
+        weights = torch.where(powered > 0, powered**-beta, 0.0)
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
         """For slots (B,): actions, returns, discounts, and slots of the states to bootstrap from. With m = min(n, steps
         to the end or truncation): sum_{k<m} gamma**k r_{t+k}, and gamma**m for slot t + m, or 0 after an end."""
         window = (slots[:, None] + self.step_offsets) % self.capacity  # (B, n)
-        no_end_so_far = (~self.ended[window]).cumprod(1)  # (B, n)
-        no_end_before = F.pad(no_end_so_far[:, :-1], (1, 0), value=1)  # (B, n)
-        acted = (self.actions[window] >= 0).cumprod(1)  # -1 ends it: the newest frame, or a truncated game's last
-        taken = no_end_before * acted  # (B, n): 1 for k < m
+        ended = self.ended[window]  # (B, n)
+        ends_before = ended.cumsum(1) - ended.long()  # (B, n)
+        acted = self.actions[window] >= 0  # False for the newest frame, and for a truncated game's last
+        taken = (ends_before == 0) & acted.cumprod(1).bool()  # (B, n): True for k < m
         steps = taken.sum(1)  # m
         returns = (self.rewards[window] * taken * self.gamma**self.step_offsets).sum(1)
-        bootstraps = ~(self.ended[window] & taken.bool()).any(1)
+        bootstraps = ~(ended & taken).any(1)
         discounts = self.gamma**steps * bootstraps
         return self.actions[slots], returns, discounts, (slots + steps) % self.capacity
 
@@ -622,7 +627,7 @@ class SalientPatchTransformer(nn.Module):
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
-        self.apply(initialize)
+        self.apply(initialize)  # zero padding is at first projected to zero
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
@@ -777,18 +782,19 @@ def attended_patches(trunk, state, patch_ids):
     """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the selected ids, and the fewest of them
     that get 60 % of the attention that [cls] (in mean pooling, the patches) pays to them, averaged over heads."""
     x, _ = trunk.tokens(*state)
-    q, k, _ = trunk.block.queries_keys_values(x[-1:])  # (1, 1+L, h, d) of the newest frame
-    scores = torch.einsum("bqhd,bkhd->hqk", q, k) / q.shape[3] ** 0.5  # (h, 1+L, 1+L)
+    q, k, _ = trunk.block.queries_keys_values(x[-1:])  # of the newest frame
+    q, k = q[0], k[0]  # (1+L, h, d)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
     K = state[1][0, -1]
     selected = patch_ids[0, :K]
     if trunk.padding == "mask":  # padding neither attends nor is attended to
         scores = scores[:, : 1 + K, : 1 + K]
-    weights = scores.softmax(2).mean(0)  # (1+L, 1+L)
+    weights = scores.softmax(2).mean(0)  # (1+L, 1+L), or (1+K, 1+K)
     weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
     attention = weights.mean(0)[1 : 1 + K].to(selected.device)  # (K,)
     attention, order = attention.sort(descending=True)
-    fewest = (attention.cumsum(0) < 0.6 * attention.sum()).sum() + 1
-    return selected.tolist(), selected[order[:fewest]].tolist()
+    num_attended = (attention.cumsum(0) < 0.6 * attention.sum()).sum() + 1
+    return selected.tolist(), selected[order[:num_attended]].tolist()
 
 
 def mark_patches(frame, selected, attended, side):
@@ -1040,7 +1046,9 @@ if __name__ == "__main__":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
         own_mae = run_dir / "mae.pt"
-        ready_mae = own_mae if own_mae.exists() else args.mae_checkpoint
+        ready_mae = args.mae_checkpoint  # None: one is pre-trained below
+        if own_mae.exists():  # after a resume
+            ready_mae = own_mae
         if ready_mae is not None:
             load_mae(ready_mae, mae, args)
     if not args.resume:  # nothing is created before this
@@ -1062,7 +1070,7 @@ if __name__ == "__main__":
         (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
         mae.eval().requires_grad_(False)
 
-    # The agent. Seed again, so that its weights are the same whether the MAE was trained or loaded.
+    # The agent. Seed again, so that its weights do not depend on the MAE's sizes.
     torch.manual_seed(args.seed)
     envs = make_envs(args, 1)
     num_actions = envs.single_action_space.n

@@ -135,7 +135,7 @@ def make_envs(args, num_envs):
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` independent seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
+    """`num` seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
     fifty games have about 25 different starts."""
     seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
@@ -201,9 +201,9 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code: zero padding is at first projected to zero."""
+    """Xavier-uniform weights and zero biases, as in the authors' code."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
-        nn.init.xavier_uniform_(layer.weight.flatten(1))
+        nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
 
 
@@ -284,12 +284,13 @@ class MaskedAutoencoder(nn.Module):
         x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
-        rows = np.s_[:]
-        if wanted is not None:
-            rows = torch.arange(len(x), device=x.device)[:, None], 1 + wanted[:, None]
-        x = self.decoder_blocks[-1](x, rows=rows)
-        x = self.decoder_pred(self.decoder_norm(x))
-        return x[:, 1:] if wanted is None else x[:, 0]
+        last = self.decoder_blocks[-1]
+        if wanted is None:
+            x = last(x)[:, 1:]  # without [cls]
+        else:
+            frame = torch.arange(len(x), device=x.device)
+            x = last(x, rows=(frame[:, None], 1 + wanted[:, None]))[:, 0]  # [cls] is token 0
+        return self.decoder_pred(self.decoder_norm(x))
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
         """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, C), mask (B, N): 0 keep, 1 removed). The loss
@@ -550,11 +551,11 @@ def ratio_to_patches(ratio, num_patches):
 def ideal_max_ratio(counts, num_patches, coverage=0.999):
     """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
     `coverage` of the frames. `counts`: K of each frame, without a maximum. 0.95 if none does."""
-    for percent in range(5, 95, 5):
+    for percent in range(5, 100, 5):
         kept_whole = counts <= ratio_to_patches(percent / 100, num_patches)
         if kept_whole.double().mean() > coverage:
-            return percent / 100
-    return 0.95
+            break
+    return percent / 100
 
 
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
