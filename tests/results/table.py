@@ -119,9 +119,10 @@ def draw(runs, path):
     colors = dict(zip(METHODS, ("#D55E00", "#0072B2", "#CC79A7", "#009E73")))
     for (game, method), seeds in runs.items():
         axis, color, curves = axes[games.index(game)], colors[method], []
-        steps = np.arange(5_000, seeds[0]["steps"] + 1, 1000)
+        steps = np.arange(5_000, 100_001, 1000)
         for results in seeds:
             ends, scores = np.array(results["training_scores"]).T
+            ends -= results["steps"] - 100_000  # DE-Rainbow-P: without the random steps that it has besides
             finished = np.searchsorted(ends, steps, side="right")  # games that had ended at each step
             curves.append([scores[max(0, n - 10) : n].mean() for n in finished])
             if len(seeds) > 1:
