@@ -1,25 +1,26 @@
 """The baselines of SPIRL: Data-Efficient Rainbow, DE-Rainbow-P and MAE-All.
 
 Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023. The training
-loop and the evaluation are those of `spirl_rainbow.py`, so that a difference in score is a difference in method.
-DE-Rainbow (van Hasselt et al. 2019) sees pixels through a small convolutional network. DE-Rainbow-P does too, after as
-many random steps as SPIRL's pre-training takes. MAE-All sees the embeddings of all patches of a frame.
+loop and the evaluation are those of `spirl_rainbow.py`, so that only the method differs. DE-Rainbow (van Hasselt et al.
+2019) sees pixels through a small convolutional network. DE-Rainbow-P does too, after as many random steps as SPIRL's
+MAE has training frames. MAE-All sees the embeddings of all patches of a frame.
 
     python spirl_baselines.py                                                       # DE-Rainbow's 100K run on Frostbite
     python spirl_baselines.py --method de-rainbow-p                                 # after 5,000 random steps
     python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
 
-New here, beside what spirl_rainbow.py has: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, and the branches
-on `--method` in `Args`, `make_envs`, `check_args` and main.
+New here, beside what spirl_rainbow.py has: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, the flag
+`--method`, and the branches on it in `make_envs`, `check_args` and main. What only spirl_rainbow.py sets (`padding`,
+`pooling`, `wanted`) keeps its default.
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 replay, 5 agent, 6 evaluation, 7 files and the command
 line, 8 main.
 
-Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
-a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given; K patches that were
-selected, L with padding (here both are all 144); S frames stacked (4); T tokens; D width of a layer (encoder 64,
-decoder 128, agent 32); h its attention heads (4, 8, 8); d = D / h; n steps of a return (20); A actions (18); Z atoms
-(51); G evaluation games (50).
+Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96; 84 for
+DE-Rainbow); N patches of a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is
+given (36 in pre-training, then all); K patches that were selected, L with padding (here both are all 144); S frames
+stacked (4); T tokens; D width of a layer (encoder 64, decoder 128, agent 32); h its attention heads (4, 8, 8); d = D /
+h; n steps of a return (20); A actions (18); Z atoms (51); G evaluation games (50).
 """
 
 import argparse
@@ -59,9 +60,9 @@ gym.register_envs(ale_py)
 class Args:
     """The command line: each field is a flag, and the comment beside or above it the flag's help."""
 
-    # de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the first --mae-frames steps are random, and
-    # as many updates follow as in de-rainbow (Table 12: 5K random steps of 103.4K on Frostbite, 50K of 148.4K
-    # elsewhere). mae-all: the embeddings of all patches (Table 1)
+    # de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the random steps are --mae-frames, not
+    # --learning-starts, and --total-timesteps grows so that as many updates follow (Table 12: 5K random steps of 103.4K
+    # on Frostbite, 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
@@ -112,10 +113,10 @@ class Args:
     max_grad_norm: float = 10.0  # the gradient's norm is clipped to this (data-efficient Rainbow)
     target_update_frequency: int = 2000  # updates between copies into the target network (data-efficient Rainbow)
     priority_exponent: float = 0.5  # alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)
-    priority_weight: float = 0.4  # beta, of the importance weights, at first; grows linearly to 1 (Rainbow, Table 1)
+    priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations, to report the best median (400K: ours, 50,000); 0: at the end
+    eval_frequency: int = 0  # steps between evaluations, to report the best median (400K: we use 50,000); 0: at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -446,7 +447,7 @@ def embed_all_patches(mae, frames):
 
 
 def prepare_pixels(device, frames):
-    """What DE-Rainbow sees of a NumPy array of uint8 frames (B, 84, 84): the same on `device`, counts (B,), all 1."""
+    """What DE-Rainbow sees of a NumPy array of uint8 frames (B, 84, 84): these on `device`, and counts (B,), all 1."""
     count = torch.ones(len(frames), dtype=torch.int64, device=device)
     return torch.from_numpy(frames).to(device), count
 
@@ -488,8 +489,8 @@ class Replay:
             self.life += 1
         now = self.slot = (self.slot + 1) % self.capacity
 
-        # Stacks that end in the next three slots may reach back to this one. They do if they are of the life whose
-        # frame is overwritten, or of the one that the new frame belongs to (it then fills the ring): draw them no more.
+        # Stacks that end in the next three slots may reach back to this one. A stack of the overwritten frame's life
+        # loses that frame; one of the new frame's life (which then fills the ring) gains a later one. Draw neither.
         later = (now - self.stack_offsets[:-1]) % self.capacity
         loses_a_frame = self.lives[later] == self.lives[now]
         gains_a_frame = self.lives[later] == self.life
@@ -597,8 +598,9 @@ class NoisyLinear(nn.Module):
 
 
 class DataEfficientCNN(nn.Module):
-    """DE-Rainbow's trunk (van Hasselt et al. 2019), with the authors' paddings: uint8 frames (B, S, 84, 84) and counts
-    (B, S) -> (B, 1024). Unpadded, it would never see the last 9 rows and columns. A frame with count 0 is blank."""
+    """DE-Rainbow's trunk (van Hasselt et al. 2019), padded as by SPIRL's authors: uint8 frames (B, S, 84, 84) and
+    counts (B, S) -> (B, 1024). Unpadded, it would never see the last 9 rows and columns. A frame with count 0 is
+    blank."""
 
     def __init__(self, frame_stack=4):
         super().__init__()
@@ -878,7 +880,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: what count_salient_patches returns, or {}."""
+    """Write mae.pt. salient_counts: K of frames of random play, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -975,6 +977,7 @@ def check_args(args):
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
+    # Flags that the method, or --mae-checkpoint, would leave unread. (DE-Rainbow-P does read --mae-frames.)
     for name, value in vars(args).items():
         if value == getattr(Args, name) or (args.method == "de-rainbow-p" and name == "mae_frames"):
             continue
@@ -996,13 +999,13 @@ def check_args(args):
     if args.method == "mae-all" and num_frames < args.mae_batch_size:
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if args.method == "de-rainbow-p" and num_frames <= args.n_step:
-        fail(f"--mae-frames {num_frames} must be above --n-step {args.n_step}: learning starts after that many")
+        fail(f"--mae-frames {num_frames} must be above --n-step {args.n_step}: learning starts after these steps")
     if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
         fail(
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
             f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
         )
-    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:  # for one update
+    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:  # for an update
         fail(
             f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
             f"{args.total_timesteps - args.train_frequency}"
@@ -1070,7 +1073,7 @@ if __name__ == "__main__":
         (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
         mae.eval().requires_grad_(False)
 
-    # The agent. Seed again, so that its weights do not depend on the MAE's sizes.
+    # The agent. Seed here too: its weights must not depend on the MAE's sizes.
     torch.manual_seed(args.seed)
     envs = make_envs(args, 1)
     num_actions = envs.single_action_space.n
@@ -1079,13 +1082,13 @@ if __name__ == "__main__":
         trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads)
         trunk_dim = args.frame_stack * args.agent_dim
         frame_shape = (mae.num_patches, args.encoder_dim)
-        frame_type = torch.float16
+        frame_dtype = torch.float16
     else:
         preprocess = partial(prepare_pixels, device)
         trunk = DataEfficientCNN(args.frame_stack)
-        trunk_dim = 1024
+        trunk_dim = 1024  # 64 channels of 4 x 4
         frame_shape = (84, 84)
-        frame_type = torch.uint8
+        frame_dtype = torch.uint8
     online = RainbowNetwork(
         trunk,
         trunk_dim,
@@ -1102,7 +1105,7 @@ if __name__ == "__main__":
     replay = Replay(
         args.buffer_size,
         frame_shape,
-        frame_type,
+        frame_dtype,
         device,
         args.frame_stack,
         args.n_step,
@@ -1197,7 +1200,7 @@ if __name__ == "__main__":
                     patch_ids = torch.arange(mae.num_patches, device=device)[None]
                     marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in recording]
                     draw_policy_attention(marked, side, run_dir / "figures/policy_attention.png")
-                else:  # grey as RGB, nothing marked
+                else:  # grey as RGB; nothing is marked, so the frame is one patch
                     side = 1
                     marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in recording]
                 if args.capture_video:

@@ -748,7 +748,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: what count_salient_patches returns, or {}."""
+    """Write mae.pt. salient_counts: K of frames of random play, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),

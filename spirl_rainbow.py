@@ -120,10 +120,10 @@ class Args:
     max_grad_norm: float = 10.0  # the gradient's norm is clipped to this (data-efficient Rainbow)
     target_update_frequency: int = 2000  # updates between copies into the target network (data-efficient Rainbow)
     priority_exponent: float = 0.5  # alpha: a transition is drawn in proportion to priority**alpha (Rainbow, Table 1)
-    priority_weight: float = 0.4  # beta, of the importance weights, at first; grows linearly to 1 (Rainbow, Table 1)
+    priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations, to report the best median (400K: ours, 50,000); 0: at the end
+    eval_frequency: int = 0  # steps between evaluations, to report the best median (400K: we use 50,000); 0: at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -650,8 +650,8 @@ class Replay:
             self.life += 1
         now = self.slot = (self.slot + 1) % self.capacity
 
-        # Stacks that end in the next three slots may reach back to this one. They do if they are of the life whose
-        # frame is overwritten, or of the one that the new frame belongs to (it then fills the ring): draw them no more.
+        # Stacks that end in the next three slots may reach back to this one. A stack of the overwritten frame's life
+        # loses that frame; one of the new frame's life (which then fills the ring) gains a later one. Draw neither.
         later = (now - self.stack_offsets[:-1]) % self.capacity
         loses_a_frame = self.lives[later] == self.lives[now]
         gains_a_frame = self.lives[later] == self.life
@@ -1026,7 +1026,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: what count_salient_patches returns, or {}."""
+    """Write mae.pt. salient_counts: K of frames of random play, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -1141,7 +1141,7 @@ def check_args(args):
         )
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
-    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:  # for one update
+    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:  # for an update
         fail(
             f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
             f"{args.total_timesteps - args.train_frequency}"
@@ -1213,7 +1213,7 @@ if __name__ == "__main__":
     max_patches = ratio_to_patches(max_ratio, mae.num_patches)
     print(f"maximal ratio {max_ratio:.0%}: the agent sees at most {max_patches} of {mae.num_patches} patches")
 
-    # The agent. Seed again, so that its weights do not depend on the MAE's sizes.
+    # The agent. Seed here too: its weights must not depend on the MAE's sizes.
     torch.manual_seed(args.seed)
     envs = make_envs(args, 1)
     num_actions = envs.single_action_space.n
