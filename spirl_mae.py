@@ -96,12 +96,6 @@ PAPER_MAX_RATIO = {  # the adopted ratios of Table 13; mr* for every other game
     "ALE/Seaquest-v5": 0.20,
     "ALE/BattleZone-v5": 0.30,
 }
-PAPER_IDEAL_RATIO = {  # the paper's mr*; its Table 3 prints the share that is left out, 60, 65, 80 and 70 %
-    "ALE/Frostbite-v5": 0.40,
-    "ALE/MsPacman-v5": 0.35,
-    "ALE/Seaquest-v5": 0.20,
-    "ALE/BattleZone-v5": 0.30,
-}
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
@@ -201,7 +195,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (they leave a convolution's bias as it is)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -433,7 +427,7 @@ def reconstruction_error_map(mae, frames):
 
     The mean squared difference from the patch's normalised pixels, which is what the MAE learned to rebuild (the
     paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE
-    per patch; `ErrorMapCache` gives the same values far faster.
+    per patch; `ErrorMapCache` gives the same values, up to rounding, far faster.
     """
     target = normalize_patches(mae.patchify(frames))  # Eq. (2)
     return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
@@ -444,7 +438,7 @@ class ErrorMapCache:
 
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
-    up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million neighbourhoods
+    up in a dict, by (place, pixels). The keys are 64-bit hashes: the odds that any two of four million neighbourhoods
     share one are below one in a million. At most `capacity` errors are kept (180 bytes each), the newest.
     """
 
@@ -483,8 +477,8 @@ class ErrorMapCache:
         hashes = []
         for frame, row, column in product(padded, range(self.mae.side), range(self.mae.side)):
             pixels = frame[size * row : size * (row + 3), size * column : size * (column + 3)]
-            key = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column))
-            hashes.append(int.from_bytes(key.digest()))
+            digest = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column)).digest()
+            hashes.append(int.from_bytes(digest))
         return hashes
 
     def compute(self, patches, indices):
@@ -510,8 +504,8 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
-    In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, up to two more, and
-    those whose error equals the last one's; at most max_patches, and never all N.
+    In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and up to two more
+    (more only where errors are equal); at most max_patches, and never all N.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
     36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     Raises ValueError unless 1 <= max_patches <= N.
@@ -642,19 +636,18 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
         curve = F.pad(running_sum, (1, 0)) / error.sum().cpu()  # (N+1,)
         axis = axes[0, column]
         axis.plot(np.arange(N + 1) / N, curve, color=BLUE, linewidth=2.5)
-        at = (N - k) / N
-        axis.axvline(at, color=VERMILION, linestyle="--", linewidth=2)
-        axis.plot(at, curve[N - k], "o", color=VERMILION, markersize=9)
-        axis.axline((at, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # nearly the tangent there
+        share = (N - k) / N
+        axis.axvline(share, color=VERMILION, linestyle="--", linewidth=2)
+        axis.plot(share, curve[N - k], "o", color=VERMILION, markersize=9)
+        axis.axline((share, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # nearly the tangent there
         axis.set_title(f"slope {lorenz_slope:g}: K = {k}")
         axis.set_xlabel("share of the patches")
         axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
-        fixed = [ratio_to_patches(ratio, N) for ratio in fixed_ratios]
-        picks = [(f"dynamic-K: {k}", k)] + [(f"fixed K: {kept}", kept) for kept in fixed]
-        for axis, (title, kept) in zip(axes[1:, column], picks, strict=True):
+        picks = [("dynamic-K", k)] + [("fixed K", ratio_to_patches(ratio, N)) for ratio in fixed_ratios]
+        for axis, (name, kept) in zip(axes[1:, column], picks, strict=True):
             picture = mark_patches(frame.cpu().numpy(), ids[:kept].tolist(), [], mae.side)
             axis.imshow(picture)
-            axis.set_title(title)
+            axis.set_title(f"{name}: {kept}")
             axis.axis("off")
     axes[0, 0].set_ylabel("share of the error")
     write_whole(path, figure.savefig)
@@ -679,11 +672,11 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     axis = figure.subplots()
     # The bin that ends at 35 % holds the frames that a maximal ratio of 35 % keeps whole and 30 % does not.
     most = [ratio_to_patches(percent / 100, num_patches) for percent in range(0, 101, 5)]
-    kept_whole = [(counts <= patches).double().mean() for patches in most]
-    axis.bar(np.arange(2.5, 100, 5), 100 * np.diff(kept_whole), width=4.6, color=BLUE)
+    cumulative = [(counts <= patches).double().mean() for patches in most]
+    axis.bar(np.arange(2.5, 100, 5), 100 * np.diff(cumulative), width=4.6, color=BLUE)
     for name, ratio, colour, style in (("mr*", ideal, VERMILION, "-"), ("ratio in use", adopted, ORANGE, "--")):
-        whole = (counts <= ratio_to_patches(ratio, num_patches)).double().mean().item()
-        label = f"{name}: {100 * ratio:g} %, keeps {100 * whole:.2f} % of the frames whole"
+        share = (counts <= ratio_to_patches(ratio, num_patches)).double().mean().item()
+        label = f"{name}: {100 * ratio:g} %, keeps {100 * share:.2f} % of the frames whole"
         axis.axvline(100 * ratio, color=colour, linewidth=3, linestyle=style, label=label)
     axis.set_title(title)
     axis.set_xlabel("salient patches, % of all")
@@ -877,7 +870,7 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.zeros(1, device=name).double().device
-    except Exception:  # absent, or without float64, which the replay needs
+    except Exception:  # absent, or without float64
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -915,7 +908,7 @@ if __name__ == "__main__":
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    made_with = args  # mae.pt says how its weights were made: a given one's, with the arguments stored beside them
+    made_with = args  # of a given MAE, the arguments that are stored with it
     if args.mae_checkpoint is not None:
         stored = read_checkpoint(args.mae_checkpoint).get("args")
         if isinstance(stored, dict):  # facebookresearch/mae saves a Namespace
@@ -957,7 +950,6 @@ if __name__ == "__main__":
         "ideal_max_ratio": ideal,
         "max_ratio": max_ratio,
         "kept_whole": kept_whole,
-        "paper_ideal_max_ratio": PAPER_IDEAL_RATIO.get(args.env_id),
         "pretraining_seconds": None if args.resume or args.mae_checkpoint else seconds,
         "device": str(device),
         "threads": torch.get_num_threads(),
@@ -967,7 +959,7 @@ if __name__ == "__main__":
     (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
     if losses["loss"]:
         print(
-            f"loss of the last 50 batches {results['final_loss']:.4f}; held-out loss at --mae-mask-ratio "
+            f"loss of the last 50 batches {results['final_loss']:.4f}; held-out loss "
             f"{results['held_out_losses'][-1]:.4f}"
         )
     print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")

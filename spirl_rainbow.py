@@ -232,7 +232,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (they leave a convolution's bias as it is)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -464,7 +464,7 @@ def reconstruction_error_map(mae, frames):
 
     The mean squared difference from the patch's normalised pixels, which is what the MAE learned to rebuild (the
     paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE
-    per patch; `ErrorMapCache` gives the same values far faster.
+    per patch; `ErrorMapCache` gives the same values, up to rounding, far faster.
     """
     target = normalize_patches(mae.patchify(frames))  # Eq. (2)
     return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
@@ -475,7 +475,7 @@ class ErrorMapCache:
 
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
-    up in a dict, by (place, pixels). Its keys are 64-bit hashes: the odds that any two of four million neighbourhoods
+    up in a dict, by (place, pixels). The keys are 64-bit hashes: the odds that any two of four million neighbourhoods
     share one are below one in a million. At most `capacity` errors are kept (180 bytes each), the newest.
     """
 
@@ -514,8 +514,8 @@ class ErrorMapCache:
         hashes = []
         for frame, row, column in product(padded, range(self.mae.side), range(self.mae.side)):
             pixels = frame[size * row : size * (row + 3), size * column : size * (column + 3)]
-            key = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column))
-            hashes.append(int.from_bytes(key.digest()))
+            digest = blake2b(pixels.tobytes(), digest_size=8, salt=b"%d,%d" % (row, column)).digest()
+            hashes.append(int.from_bytes(digest))
         return hashes
 
     def compute(self, patches, indices):
@@ -541,8 +541,8 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
       3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
          whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
-    In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, up to two more, and
-    those whose error equals the last one's; at most max_patches, and never all N.
+    In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and up to two more
+    (more only where errors are equal); at most max_patches, and never all N.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
     36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     Raises ValueError unless 1 <= max_patches <= N.
@@ -1164,7 +1164,7 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.zeros(1, device=name).double().device
-    except Exception:  # absent, or without float64, which the replay needs
+    except Exception:  # absent, or without float64
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 

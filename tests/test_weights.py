@@ -11,6 +11,10 @@ from conftest import ROOT
 import spirl_mae
 import spirl_rainbow
 
+# The paper's mr*; its Table 3 prints the share that is left out, 60, 65, 80 and 70 %.
+PAPER_IDEAL_RATIO = {"ALE/Frostbite-v5": 0.40, "ALE/MsPacman-v5": 0.35, "ALE/Seaquest-v5": 0.20,
+                     "ALE/BattleZone-v5": 0.30}
+
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests/weights").glob("*.pt")), ids=lambda path: path.stem)
 def test_shipped_weights(path, maes, random_play):
@@ -37,7 +41,7 @@ def test_the_readmes_have_what_was_counted_and_measured():
     measured = (ROOT / "tests/benchmarks/README.md").read_text()
     readme = (ROOT / "README.md").read_text()
     lose_some = []
-    for env_id, paper in spirl_mae.PAPER_IDEAL_RATIO.items():
+    for env_id, paper in PAPER_IDEAL_RATIO.items():
         game = env_id[4:-3]
         counts = torch.load(ROOT / f"tests/weights/{game}.pt", weights_only=True)["salient_counts"]["counts"]
         median, ideal = f"{counts.double().median() / 1.44:.0f}", f"{100 * spirl_mae.ideal_max_ratio(counts, 144):.0f}"
