@@ -1,7 +1,7 @@
 """Our scores beside the paper's, from the finished runs in tests/results/100k: the README's table and a picture.
 
     python tests/results/table.py                     # print the table, draw .github/learning_curves.png
-    python tests/results/table.py --add runs/NAME     # first add a finished run, on the machine that made it
+    python tests/results/table.py --add runs/NAME     # only add a finished run, on the machine that made it
 """
 
 import json
@@ -144,7 +144,8 @@ def draw(runs, path):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.add:
-        add(args.add)
-    runs = read()
-    print(markdown(runs))
-    draw(runs, ROOT / ".github/learning_curves.png")
+        add(args.add)  # and no picture: a changed one would make the next run's commit "-dirty"
+    else:
+        runs = read()
+        print(markdown(runs))
+        draw(runs, ROOT / ".github/learning_curves.png")
