@@ -825,10 +825,6 @@ def check_each(args):
     if args.env_id not in games:
         close = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
-    try:
-        ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
-    except OSError as error:
-        fail(f"--env-id {args.env_id}: its ROM cannot be read ({' '.join(str(error).split())}); unset ALE_ROMS_DIR")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
         fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 

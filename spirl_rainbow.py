@@ -1110,10 +1110,6 @@ def check_each(args):
     if args.env_id not in games:
         close = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
-    try:
-        ale_py.roms.get_rom_path(gym.spec(args.env_id).kwargs["game"])
-    except OSError as error:
-        fail(f"--env-id {args.env_id}: its ROM cannot be read ({' '.join(str(error).split())}); unset ALE_ROMS_DIR")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
         fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
@@ -1150,8 +1146,6 @@ def check_args(args):
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
     if not 0 < args.v_max - args.v_min < math.inf:
         fail(f"--v-min {args.v_min} and --v-max {args.v_max} must be finite, the first below the second")
-    if args.num_atoms < 2:
-        fail(f"--num-atoms {args.num_atoms} must be at least 2")
     for name, value in vars(args).items():
         of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
         if args.mae_checkpoint is not None and of_pretraining and value != getattr(Args, name):
