@@ -124,7 +124,8 @@ PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every othe
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
-# Each purpose has its own random streams, so that evaluating more often never changes what training sees.
+# Each purpose has its own random streams, so that evaluating more often never changes what training sees. PLAY: games
+# that are trained on; ACT: the random actions before learning; LEARN: noise and sampling.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
@@ -158,7 +159,7 @@ def make_envs(args, num_envs):
 def game_seeds(seed, *purpose, num=1):
     """`num` seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
-    fifty games have about 25 different starts."""
+    fifty games have about 24 different starts."""
     seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
     return seeds.astype(np.int64) >> 1
 
@@ -179,8 +180,8 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    skips if `residual` is False. The first token is [cls]; patches where `present` (B, T-1) is False are not attended
-    to. `rows` indexes (B, T): only the z of these are computed; np.s_[:] is all."""
+    skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
+    False. `rows` are the tokens whose z is wanted, picked as by x[rows]: all by default."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -210,8 +211,8 @@ class Block(nn.Module):
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
         hidden = F.gelu(self.mlp.fc1(self.norm2(x)))  # (B, T, 4 D)
-        z = self.mlp.fc2(hidden)
-        return x + z if self.residual else z
+        out = self.mlp.fc2(hidden)  # (B, T, D)
+        return x + out if self.residual else out
 
 
 def normalize_patches(patches):
@@ -617,8 +618,8 @@ class SalientPatchTransformer(nn.Module):
 
     Table 13: a linear projection, then one Transformer layer without residual connections over a trainable [cls] and
     the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15). Rows past a
-    frame's count are read as zeros (`padding="zero"`, Table 14), as a trainable [pad] ("token"), or not ("mask": they
-    are masked out before the softmax; the paper zeroes their weights after it)."""
+    frame's count are padding: read, and averaged, as zeros (`padding="zero"`, Table 14) or as a trainable [pad]
+    ("token"), or not at all ("mask": before the softmax; the paper zeroes their weights after it)."""
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
         super().__init__()
@@ -701,8 +702,8 @@ def project_distribution(probabilities, returns, discounts, support):
 
 
 def c51_loss(online, target, states, actions, returns, discounts, next_states, importance_weights):
-    """The weighted loss of B transitions, KL(target distribution || prediction) of each (B,), and their mean Q. States
-    are tuples that the networks take; actions, returns, discounts and importance weights are (B,)."""
+    """The weighted loss of B transitions, KL(target distribution || prediction) of each (B,), and the mean Q of the
+    actions taken. States are tuples that the networks take; actions, returns, discounts and weights are (B,)."""
     batch = torch.arange(len(actions), device=actions.device)
     with torch.no_grad():
         best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
@@ -716,9 +717,9 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
-    """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (the batch's mean),
-    grad_norm. Raises RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its compiled version.
-    """
+    """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
+    actions taken), grad_norm. Raises RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its
+    compiled version."""
     slots, importance_weights = replay.sample(batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -760,7 +761,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
             counts = count.new_zeros(G, frame_stack)
         stacks[playing] = torch.cat([stacks[playing, 1:], features[:, None]], 1)
         counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
-        if playing[0] == 0 and step < 1000:
+        if playing[0] == 0 and step < 1000:  # the first game is not over
             state = stacks[:1].clone(), counts[:1].clone()
             recording.append((observation[0, 0].copy(), state))
 
@@ -781,8 +782,9 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
 
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
-    """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the selected ids, and the fewest of them
-    that get 60 % of the attention that [cls] (in mean pooling, the patches) pays to them, averaged over heads."""
+    """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
+    the attended ones: those with most attention, as few as have at least 60 % of it together. Attention is what [cls]
+    (in mean pooling, the patches) pays to the selected patches, averaged over heads."""
     x, _ = trunk.tokens(*state)
     q, k, _ = trunk.block.queries_keys_values(x[-1:])  # of the newest frame
     q, k = q[0], k[0]  # (1+L, h, d)
@@ -880,7 +882,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: K of frames of random play, or {}."""
+    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": its slope}, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -1001,7 +1003,8 @@ def check_args(args):
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
             f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
         )
-    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:  # for an update
+    # When learning starts, a return must be known; and one update must fit in.
+    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:
         fail(
             f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
             f"{args.total_timesteps - args.train_frequency}"
@@ -1278,7 +1281,7 @@ if __name__ == "__main__":
         "training_scores": run.training_scores,
         "steps": step,
         "updates": run.updates,
-        "training_seconds": time.perf_counter() - start_time,
+        "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),
         "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},

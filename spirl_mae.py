@@ -99,7 +99,8 @@ PAPER_MAX_RATIO = {  # the adopted ratios of Table 13; mr* for every other game
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
-# Each purpose has its own random streams, so that evaluating more often never changes what training sees.
+# Each purpose has its own random streams, so that evaluating more often never changes what training sees. PLAY: games
+# that are trained on; ACT: the random actions before learning; LEARN: noise and sampling.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
@@ -131,7 +132,7 @@ def make_envs(args, num_envs):
 def game_seeds(seed, *purpose, num=1):
     """`num` seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
-    fifty games have about 25 different starts."""
+    fifty games have about 24 different starts."""
     seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
     return seeds.astype(np.int64) >> 1
 
@@ -152,8 +153,8 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    skips if `residual` is False. The first token is [cls]; patches where `present` (B, T-1) is False are not attended
-    to. `rows` indexes (B, T): only the z of these are computed; np.s_[:] is all."""
+    skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
+    False. `rows` are the tokens whose z is wanted, picked as by x[rows]: all by default."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -183,8 +184,8 @@ class Block(nn.Module):
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
         hidden = F.gelu(self.mlp.fc1(self.norm2(x)))  # (B, T, 4 D)
-        z = self.mlp.fc2(hidden)
-        return x + z if self.residual else z
+        out = self.mlp.fc2(hidden)  # (B, T, D)
+        return x + out if self.residual else out
 
 
 def normalize_patches(patches):
@@ -527,9 +528,9 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """{"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as
-    given}. From 10,000 frames on only every (num_frames // 5000)th is counted, which is much faster; mr* of all of them
-    may differ a little."""
+    """{"counts": K of uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as given}. From
+    10,000 frames on only each (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
+    """
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
     errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])
@@ -741,7 +742,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: K of frames of random play, or {}."""
+    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": its slope}, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),

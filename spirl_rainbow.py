@@ -136,7 +136,8 @@ PAPER_MAX_RATIO = {  # the adopted ratios of Table 13; mr* for every other game
 }
 
 # ---------------------------------------------------------------------------------------------------- 2. Environment
-# Each purpose has its own random streams, so that evaluating more often never changes what training sees.
+# Each purpose has its own random streams, so that evaluating more often never changes what training sees. PLAY: games
+# that are trained on; ACT: the random actions before learning; LEARN: noise and sampling.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
@@ -168,7 +169,7 @@ def make_envs(args, num_envs):
 def game_seeds(seed, *purpose, num=1):
     """`num` seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
     2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
-    fifty games have about 25 different starts."""
+    fifty games have about 24 different starts."""
     seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
     return seeds.astype(np.int64) >> 1
 
@@ -189,8 +190,8 @@ def sincos_positions(dim, side):
 
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
-    skips if `residual` is False. The first token is [cls]; patches where `present` (B, T-1) is False are not attended
-    to. `rows` indexes (B, T): only the z of these are computed; np.s_[:] is all."""
+    skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
+    False. `rows` are the tokens whose z is wanted, picked as by x[rows]: all by default."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -220,8 +221,8 @@ class Block(nn.Module):
         attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
         x = x + attended if self.residual else attended
         hidden = F.gelu(self.mlp.fc1(self.norm2(x)))  # (B, T, 4 D)
-        z = self.mlp.fc2(hidden)
-        return x + z if self.residual else z
+        out = self.mlp.fc2(hidden)  # (B, T, D)
+        return x + out if self.residual else out
 
 
 def normalize_patches(patches):
@@ -588,9 +589,9 @@ def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """{"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as
-    given}. From 10,000 frames on only every (num_frames // 5000)th is counted, which is much faster; mr* of all of them
-    may differ a little."""
+    """{"counts": K of uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as given}. From
+    10,000 frames on only each (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
+    """
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
     errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])
@@ -763,8 +764,8 @@ class SalientPatchTransformer(nn.Module):
 
     Table 13: a linear projection, then one Transformer layer without residual connections over a trainable [cls] and
     the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15). Rows past a
-    frame's count are read as zeros (`padding="zero"`, Table 14), as a trainable [pad] ("token"), or not ("mask": they
-    are masked out before the softmax; the paper zeroes their weights after it)."""
+    frame's count are padding: read, and averaged, as zeros (`padding="zero"`, Table 14) or as a trainable [pad]
+    ("token"), or not at all ("mask": before the softmax; the paper zeroes their weights after it)."""
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
         super().__init__()
@@ -847,8 +848,8 @@ def project_distribution(probabilities, returns, discounts, support):
 
 
 def c51_loss(online, target, states, actions, returns, discounts, next_states, importance_weights):
-    """The weighted loss of B transitions, KL(target distribution || prediction) of each (B,), and their mean Q. States
-    are tuples that the networks take; actions, returns, discounts and importance weights are (B,)."""
+    """The weighted loss of B transitions, KL(target distribution || prediction) of each (B,), and the mean Q of the
+    actions taken. States are tuples that the networks take; actions, returns, discounts and weights are (B,)."""
     batch = torch.arange(len(actions), device=actions.device)
     with torch.no_grad():
         best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
@@ -862,9 +863,9 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 
 def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
-    """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (the batch's mean),
-    grad_norm. Raises RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its compiled version.
-    """
+    """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
+    actions taken), grad_norm. Raises RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its
+    compiled version."""
     slots, importance_weights = replay.sample(batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -906,7 +907,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
             counts = count.new_zeros(G, frame_stack)
         stacks[playing] = torch.cat([stacks[playing, 1:], features[:, None]], 1)
         counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
-        if playing[0] == 0 and step < 1000:
+        if playing[0] == 0 and step < 1000:  # the first game is not over
             state = stacks[:1].clone(), counts[:1].clone()
             recording.append((observation[0, 0].copy(), state))
 
@@ -927,8 +928,9 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
 
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
-    """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the selected ids, and the fewest of them
-    that get 60 % of the attention that [cls] (in mean pooling, the patches) pays to them, averaged over heads."""
+    """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
+    the attended ones: those with most attention, as few as have at least 60 % of it together. Attention is what [cls]
+    (in mean pooling, the patches) pays to the selected patches, averaged over heads."""
     x, _ = trunk.tokens(*state)
     q, k, _ = trunk.block.queries_keys_values(x[-1:])  # of the newest frame
     q, k = q[0], k[0]  # (1+L, h, d)
@@ -1026,7 +1028,7 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: K of frames of random play, or {}."""
+    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": its slope}, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -1137,7 +1139,8 @@ def check_args(args):
         )
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
-    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:  # for an update
+    # When learning starts, a return must be known; and one update must fit in.
+    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:
         fail(
             f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
             f"{args.total_timesteps - args.train_frequency}"
@@ -1178,10 +1181,8 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id)  # None for other games: mr*, set below
-    own_mae = run_dir / "mae.pt"
-    ready_mae = args.mae_checkpoint  # None: one is pre-trained below
-    if own_mae.exists():  # after a resume
-        ready_mae = own_mae
+    own_mae = run_dir / "mae.pt"  # there after a resume
+    ready_mae = own_mae if own_mae.exists() else args.mae_checkpoint  # None: one is pre-trained below
     if ready_mae is not None:
         salient_counts = load_mae(ready_mae, mae, args)
         if max_ratio is None and salient_counts.get("lorenz_slope") != args.lorenz_slope:
@@ -1418,7 +1419,7 @@ if __name__ == "__main__":
         "steps": step,
         "updates": run.updates,
         "max_patches": max_patches,
-        "training_seconds": time.perf_counter() - start_time,
+        "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),
         "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},

@@ -239,7 +239,7 @@ def test_requirements_are_exact_and_used(sources):
 
 
 @pytest.mark.parametrize("before, after, message", [
-    ("return x + z if self.residual else z", "return x + z", "Block has drifted"),
+    ("return x + out if self.residual else out", "return x + out", "Block has drifted"),
     ("# a view: painting it paints the picture", "# a copy", "mark_patches has drifted"),
     ("lorenz_slope: float = 0.5", "lorenz_slope: float = 1.0", "--lorenz_slope differs"),
     ("passes over those frames,", "passes,", "--mae_epochs differs"),
