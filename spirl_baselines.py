@@ -9,9 +9,9 @@ MAE has training frames. MAE-All sees the embeddings of all patches of a frame.
     python spirl_baselines.py --method de-rainbow-p                                 # after 5,000 random steps
     python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
 
-New here, beside what spirl_rainbow.py has: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, the flag
-`--method`, and the branches on it in `make_envs`, `check_args` and main. What only spirl_rainbow.py sets (`padding`,
-`pooling`, `wanted`) keeps its default.
+New here, compared with spirl_rainbow.py: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, the flag
+`--method`, and the branches on it in `make_envs`, `check_args` and main. Nothing here sets `padding`, `pooling` or
+`wanted`: they keep their defaults.
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 replay, 5 agent, 6 evaluation, 7 files and the command
 line, 8 main.
@@ -20,7 +20,7 @@ Shape letters, with their values at the paper's sizes: B batch (32); H, W height
 DE-Rainbow); N patches of a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is
 given (36 in pre-training, then all); K patches that were selected, L with padding (here both are all 144); S frames
 stacked (4); T tokens; D width of a layer (encoder 64, decoder 128, agent 32); h its attention heads (4, 8, 8); d = D /
-h; n steps of a return (20); A actions (18); Z atoms (51); G evaluation games (50).
+h; n steps of a return (20); A actions (18; MsPacman 9); Z atoms (51); G evaluation games (50).
 """
 
 import argparse
@@ -58,11 +58,12 @@ gym.register_envs(ale_py)
 # --------------------------------------------------------------------------------------------------------- 1. Arguments
 @dataclass
 class Args:
-    """The command line: each field is a flag, and the comment beside or above it the flag's help."""
+    """The baselines of SPIRL: Data-Efficient Rainbow, DE-Rainbow-P and MAE-All."""
 
+    # Each field is a flag, and the comment beside or above it the flag's help.
     # de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the random steps are --mae-frames, not
-    # --learning-starts, and --total-timesteps grows so that as many updates follow (Table 12: 5K random steps of 103.4K
-    # on Frostbite, 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
+    # --learning-starts, and --total-timesteps changes by the difference, so that as many updates follow (Table 12: 5K
+    # random steps of 103.4K on Frostbite, 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
@@ -72,7 +73,7 @@ class Args:
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
     resume: str | None = None  # folder of an unfinished run to continue with its own arguments; no other flags
     compile: bool = False  # torch.compile the loss: the same up to rounding; needs a C++ compiler (Triton on a GPU)
-    capture_video: bool = False  # save the reported evaluation's first game (1,000 steps) as videos/policy.gif
+    capture_video: bool = False  # save the reported evaluation's first game (up to 1,000 steps) as videos/policy.gif
 
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
@@ -116,7 +117,7 @@ class Args:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations, to report the best median (400K: we use 50,000); 0: at the end
+    eval_frequency: int = 0  # steps between evaluations, the best median is reported (400K: 50,000); 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -124,16 +125,17 @@ PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every othe
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
-# Each purpose has its own random streams, so that evaluating more often never changes what training sees. PLAY: games
-# that are trained on; ACT: the random actions before learning; LEARN: noise and sampling.
+# Each purpose has its own random streams, so that evaluating more often never changes what training sees. COLLECT and
+# PRETRAIN: the MAE's frames and masks; PLAY: games that are trained on; ACT: the random actions before learning; LEARN:
+# noise and sampling; EVALUATE: the reported games.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for
-    mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, raw rewards. Seeds go to `reset`. A life loss and the
-    game's end both set `terminations`; at the game's end `info["lives"] == 0`. After it comes ale-py's autoreset step,
-    unless a seeded reset comes first."""
+    mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, as van Hasselt et al. (Table 9 is of SPIRL); raw rewards. Seeds
+    go to `reset`. A life loss and a game over both set `terminations`; at a game over `info["lives"] == 0`. The step
+    after a game is ale-py's autoreset, unless a seeded `reset` comes first."""
     size = args.image_size if args.method == "mae-all" else 84
     return gym.make_vec(
         args.env_id,
@@ -150,16 +152,16 @@ def make_envs(args, num_envs):
         full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
-        episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
+        episodic_life=False,  # it would restart the game at each life loss: the agent would never see a second life
         life_loss_info=True,  # Table 9: a lost life is terminal; the game goes on
         max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
-    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
-    fifty games have about 24 different starts."""
+    """int64 seeds (num,) below 2**31, for `AtariVectorEnv.reset` or a torch.Generator. `purpose`: a constant above,
+    then for instance the game's number. A game's seed only sets its opening no-ops, at most 29, so fifty games have
+    about 24 different starts."""
     seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
     return seeds.astype(np.int64) >> 1
 
@@ -181,7 +183,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. `rows` are the tokens whose z is wanted, picked as by x[rows]: all by default."""
+    False. Only the tokens x[rows] ask and get their z: all by default."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -197,7 +199,7 @@ class Block(nn.Module):
         qkv = self.attn.qkv(self.norm1(x))  # (B, T, 3 D)
         return qkv.unflatten(2, (3, self.heads, -1)).unbind(2)
 
-    def forward(self, x, present=None, rows=np.s_[:]):
+    def forward(self, x, present=None, rows=slice(None)):
         mask = None
         if present is not None:
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
@@ -297,13 +299,13 @@ class MaskedAutoencoder(nn.Module):
 
     def decode(self, latent, ids, wanted=None):
         """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
-        (B, V). With patch ids `wanted` (B,) only that one of each frame, (B, C): the last layer then computes no
-        other."""
+        (B, V). With `wanted` (B,), one patch id for each frame, only that patch, (B, C): the last layer then computes
+        no other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
-        patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
-        patches = patches.scatter(1, places, x[:, 1:])
-        x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
+        tokens = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
+        tokens = tokens.scatter(1, places, x[:, 1:])
+        x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
         last = self.decoder_blocks[-1]
@@ -311,7 +313,8 @@ class MaskedAutoencoder(nn.Module):
             x = last(x)[:, 1:]  # without [cls]
         else:
             frame = torch.arange(len(x), device=x.device)
-            x = last(x, rows=(frame[:, None], 1 + wanted[:, None]))[:, 0]  # [cls] is token 0
+            rows = frame[:, None], 1 + wanted[:, None]  # [cls] is token 0
+            x = last(x, rows=rows).squeeze(1)  # (B, D)
         return self.decoder_pred(self.decoder_norm(x))
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
@@ -323,7 +326,7 @@ class MaskedAutoencoder(nn.Module):
         ids = noise.argsort(1)[:, :num_visible]  # (B, V), a random subset
         visible = patches.take_along_dim(ids[..., None], 1)  # (B, V, C)
         prediction = self.decode(self.encode(visible, ids), ids)
-        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
+        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), but the mean, as in their code
         mask = torch.ones_like(noise).scatter(1, ids, 0.0)
         return loss, prediction, mask
 
@@ -352,7 +355,8 @@ def collect_random_frames(args, num_frames):
 
 
 def warmup_cosine(step, steps, peak):
-    """Learning rate at `step` of `steps`: linear warm-up for the first tenth, then half a cosine down to 0."""
+    """Learning rate at `step` of `steps`: linear warm-up for the first tenth (Table 5: 5 of 50 epochs), then half a
+    cosine down to 0, as He et al. 2022."""
     warmup = steps / 10
     if step < warmup:
         return peak * (step / warmup)
@@ -448,7 +452,8 @@ def embed_all_patches(mae, frames):
 
 
 def prepare_pixels(device, frames):
-    """What DE-Rainbow sees of a NumPy array of uint8 frames (B, 84, 84): these on `device`, and counts (B,), all 1."""
+    """What DE-Rainbow sees of a NumPy array of uint8 frames (B, 84, 84): the same pixels on `device`, and counts (B,),
+    all 1: there is a frame. (0 marks a blank one of a stack, before the first of a life.)"""
     count = torch.ones(len(frames), dtype=torch.int64, device=device)
     return torch.from_numpy(frames).to(device), count
 
@@ -541,10 +546,10 @@ class Replay:
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
         # For each point, the first slot whose running sum exceeds it.
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
-        # A probability is powered / mass[-1]; mass[-1] cancels when the weights are divided by the largest.
+        # A probability is p_alpha / mass[-1]; mass[-1] cancels when the weights are divided by the largest.
         # Rounding can pick a slot that is not to be drawn: its weight is 0.
-        powered = self.priorities[slots]
-        weights = torch.where(powered > 0, powered**-beta, 0.0)
+        p_alpha = self.priorities[slots]
+        weights = torch.where(p_alpha > 0, p_alpha**-beta, 0.0)
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
@@ -561,12 +566,12 @@ class Replay:
         discounts = self.gamma**steps * bootstraps
         return self.actions[slots], returns, discounts, (slots + steps) % self.capacity
 
-    def set_priorities(self, slots, priorities):
+    def set_priorities(self, slots, p):
         """New priorities p (B,), at least 1e-6, of slots (B,); a slot that cannot be drawn stays so."""
         drawable = self.priorities[slots] > 0
-        powered = priorities.double().clamp(min=1e-6) ** self.alpha * drawable
-        self.priorities[slots] = powered
-        self.max_priority = torch.maximum(self.max_priority, powered.max())
+        p_alpha = p.double().clamp(min=1e-6) ** self.alpha * drawable
+        self.priorities[slots] = p_alpha
+        self.max_priority = torch.maximum(self.max_priority, p_alpha.max())
 
 
 # ------------------------------------------------------------------------------------------------------------- 5. Agent
@@ -609,8 +614,11 @@ class DataEfficientCNN(nn.Module):
         self.conv2 = nn.Conv2d(32, 64, kernel_size=5, stride=5, padding=1)  # 18x18 -> 4x4
 
     def forward(self, frames, counts):
-        x = frames * ((counts > 0) / 255)[..., None, None]  # (B, S, 84, 84) in [0, 1], blank where count is 0
-        return F.relu(self.conv2(F.relu(self.conv1(x)))).flatten(1)
+        scale = (counts > 0) / 255  # (B, S): 0 for a blank frame
+        x = frames * scale[..., None, None]  # (B, S, 84, 84), in [0, 1]
+        x = F.relu(self.conv1(x))  # (B, 32, 18, 18)
+        x = F.relu(self.conv2(x))  # (B, 64, 4, 4)
+        return x.flatten(1)
 
 
 class SalientPatchTransformer(nn.Module):
@@ -618,8 +626,8 @@ class SalientPatchTransformer(nn.Module):
 
     Table 13: a linear projection, then one Transformer layer without residual connections over a trainable [cls] and
     the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15). Rows past a
-    frame's count are padding: read, and averaged, as zeros (`padding="zero"`, Table 14) or as a trainable [pad]
-    ("token"), or not at all ("mask": before the softmax; the paper zeroes their weights after it)."""
+    frame's count are padding: zeros (`padding="zero"`, Table 14) or a trainable [pad] ("token"), attended to and
+    averaged like patches; or masked out ("mask": before the softmax; the paper zeroes their weights after it)."""
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
         super().__init__()
@@ -630,7 +638,7 @@ class SalientPatchTransformer(nn.Module):
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
-        self.apply(initialize)  # zero padding is at first projected to zero
+        self.apply(initialize)  # zero biases: at first, zero padding is projected to zero
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
@@ -671,7 +679,7 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        # The same values, but the gradient divided by sqrt(2): those of the two streams add up here (Wang et al. 2016).
+        # The same values, but the gradient divided by sqrt(2): the trunk gets that of both streams (Wang et al. 2016).
         o = o.detach() + (o - o.detach()) / 2**0.5
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
@@ -741,7 +749,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (G,), in a vector environment of G games, without noise: (raw scores,
     recording).
 
-    `preprocess(frames)` turns a NumPy array of B uint8 frames into the network's inputs, (B, *) and counts (B,).
+    `preprocess(frames)` turns a NumPy array of B uint8 frames into what the stacks hold: features (B, *), counts (B,).
     `rng`, a NumPy generator, makes a share `epsilon` of the actions random. A lost life does not blank the stack.
     Recording: (frame, state) of each of the first game's first 1,000 steps, for the figures.
     """
@@ -783,11 +791,11 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
     """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
-    the attended ones: those with most attention, as few as have at least 60 % of it together. Attention is what [cls]
-    (in mean pooling, the patches) pays to the selected patches, averaged over heads."""
+    the attended ones: the fewest that together get at least 60 % of the attention that [cls] (in mean pooling, the
+    patch rows) pays to the selected patches, averaged over heads."""
     x, _ = trunk.tokens(*state)
-    q, k, _ = trunk.block.queries_keys_values(x[-1:])  # of the newest frame
-    q, k = q[0], k[0]  # (1+L, h, d)
+    q, k, _ = trunk.block.queries_keys_values(x)
+    q, k = q[-1], k[-1]  # of the newest frame, (1+L, h, d)
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
     K = state[1][0, -1]
     selected = patch_ids[0, :K]
@@ -802,7 +810,8 @@ def attended_patches(trunk, state, patch_ids):
 
 
 def mark_patches(frame, selected, attended, side):
-    """The frame (H, W, 3) four times as large, the selected patches outlined in red and the attended ones in yellow."""
+    """A NumPy frame (H, W, 3) four times as large, (4 H, 4 W, 3): the selected patches outlined in red, the attended
+    ones in yellow."""
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
@@ -882,7 +891,8 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": its slope}, or {}."""
+    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
+    counted at}, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -897,10 +907,10 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
     salient_counts, {} where there are none. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    model = content.get("model")
-    if not isinstance(model, dict) or "mask_token" not in model:
+    model = content.get("model", {})
+    if "mask_token" not in model:
         fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
-    made_for = {"env_id": content.get("env_id", args.env_id), **(content.get("sizes") or {})}
+    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
     for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
@@ -908,7 +918,7 @@ def load_mae(path, mae, args):
         mae.load_state_dict(model)
     except RuntimeError as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
-    return content.get("salient_counts") or {}
+    return content.get("salient_counts", {})
 
 
 def keep_freed_memory():
@@ -928,7 +938,7 @@ def fail(message):
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
     have their defaults)."""
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = tyro.cli(Args)
     if args.resume is None:
         return args
     if sum(word.startswith("--") for word in sys.argv) > 1:
@@ -944,7 +954,7 @@ def parse_args():
     return stored_args
 
 
-# Of all three scripts: flags that may be 0, and shares, from 0 to 1.
+# Flags of all three scripts that may be 0, and shares, from 0 to 1.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
@@ -975,9 +985,10 @@ def check_args(args):
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    # Flags that the method, or --mae-checkpoint, would leave unread. (DE-Rainbow-P does read --mae-frames.)
+    # Flags that the method, or --mae-checkpoint, would leave unread.
     for name, value in vars(args).items():
-        if value == getattr(Args, name) or (args.method == "de-rainbow-p" and name == "mae_frames"):
+        random_steps = args.method == "de-rainbow-p" and name == "mae_frames"  # which it does read
+        if value == getattr(Args, name) or random_steps:
             continue
         of_mae = name.startswith(("mae_", "image_", "patch_", "encoder_", "decoder_", "agent_"))
         of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
@@ -1003,7 +1014,7 @@ def check_args(args):
             f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
             f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
         )
-    # When learning starts, a return must be known; and one update must fit in.
+    # Before learning starts a return must be known; after it one update must fit in.
     if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:
         fail(
             f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
@@ -1011,8 +1022,6 @@ def check_args(args):
         )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
-    if not 0 < args.v_max - args.v_min < math.inf:
-        fail(f"--v-min {args.v_min} and --v-max {args.v_max} must be finite, the first below the second")
 
 
 def pick_device(name):
@@ -1030,7 +1039,8 @@ if __name__ == "__main__":
     args = parse_args()
     check_args(args)
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    if args.method == "de-rainbow-p" and not args.resume:  # Table 12: the same number of updates as DE-Rainbow
+    # Table 12: as many updates as DE-Rainbow's. After a resume, args.json has the changed values already.
+    if args.method == "de-rainbow-p" and not args.resume:
         args.total_timesteps += num_frames - args.learning_starts
         args.learning_starts = num_frames
     device = pick_device(args.device)
@@ -1045,10 +1055,8 @@ if __name__ == "__main__":
     if args.method == "mae-all":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
-        own_mae = run_dir / "mae.pt"
-        ready_mae = args.mae_checkpoint  # None: one is pre-trained below
-        if own_mae.exists():  # after a resume
-            ready_mae = own_mae
+        own_mae = run_dir / "mae.pt"  # there after a resume
+        ready_mae = own_mae if own_mae.exists() else args.mae_checkpoint  # None: one is pre-trained below
         if ready_mae is not None:
             load_mae(ready_mae, mae, args)
     if not args.resume:  # nothing is created before this
@@ -1098,7 +1106,7 @@ if __name__ == "__main__":
     ).to(device)
     target = deepcopy(online)
     optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    loss_function = torch.compile(c51_loss, dynamic=False) if args.compile else c51_loss
+    loss_function = torch.compile(c51_loss) if args.compile else c51_loss
     replay = Replay(
         args.buffer_size,
         frame_shape,
@@ -1197,7 +1205,7 @@ if __name__ == "__main__":
                     patch_ids = torch.arange(mae.num_patches, device=device)[None]
                     marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in recording]
                     draw_policy_attention(marked, side, run_dir / "figures/policy_attention.png")
-                else:  # grey as RGB; nothing is marked, so the frame is one patch
+                elif args.capture_video:  # grey as RGB; no patches are marked, so the whole frame counts as one
                     side = 1
                     marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in recording]
                 if args.capture_video:

@@ -52,8 +52,9 @@ gym.register_envs(ale_py)
 # --------------------------------------------------------------------------------------------------------- 1. Arguments
 @dataclass
 class Args:
-    """The command line: each field is a flag, and the comment beside or above it the flag's help."""
+    """SPIRL's first half: learn without reward which patches of an Atari game are salient, and show it."""
 
+    # Each field is a flag, and the comment beside or above it the flag's help.
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -99,15 +100,16 @@ PAPER_MAX_RATIO = {  # the adopted ratios of Table 13; mr* for every other game
 
 
 # ------------------------------------------------------------------------------------------------------- 2. Environment
-# Each purpose has its own random streams, so that evaluating more often never changes what training sees. PLAY: games
-# that are trained on; ACT: the random actions before learning; LEARN: noise and sampling.
+# Each purpose has its own random streams, so that evaluating more often never changes what training sees. COLLECT and
+# PRETRAIN: the MAE's frames and masks; PLAY: games that are trained on; ACT: the random actions before learning; LEARN:
+# noise and sampling; EVALUATE: the reported games.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw
-    rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end
-    `info["lives"] == 0`. After it comes ale-py's autoreset step, unless a seeded reset comes first."""
+    rewards. Seeds go to `reset`. A life loss and a game over both set `terminations`; at a game over
+    `info["lives"] == 0`. The step after a game is ale-py's autoreset, unless a seeded `reset` comes first."""
     return gym.make_vec(
         args.env_id,
         num_envs,
@@ -123,16 +125,16 @@ def make_envs(args, num_envs):
         full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
-        episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
+        episodic_life=False,  # it would restart the game at each life loss: the agent would never see a second life
         life_loss_info=True,  # Table 9: a lost life is terminal; the game goes on
         max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
-    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
-    fifty games have about 24 different starts."""
+    """int64 seeds (num,) below 2**31, for `AtariVectorEnv.reset` or a torch.Generator. `purpose`: a constant above,
+    then for instance the game's number. A game's seed only sets its opening no-ops, at most 29, so fifty games have
+    about 24 different starts."""
     seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
     return seeds.astype(np.int64) >> 1
 
@@ -154,7 +156,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. `rows` are the tokens whose z is wanted, picked as by x[rows]: all by default."""
+    False. Only the tokens x[rows] ask and get their z: all by default."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -170,7 +172,7 @@ class Block(nn.Module):
         qkv = self.attn.qkv(self.norm1(x))  # (B, T, 3 D)
         return qkv.unflatten(2, (3, self.heads, -1)).unbind(2)
 
-    def forward(self, x, present=None, rows=np.s_[:]):
+    def forward(self, x, present=None, rows=slice(None)):
         mask = None
         if present is not None:
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
@@ -270,13 +272,13 @@ class MaskedAutoencoder(nn.Module):
 
     def decode(self, latent, ids, wanted=None):
         """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
-        (B, V). With patch ids `wanted` (B,) only that one of each frame, (B, C): the last layer then computes no
-        other."""
+        (B, V). With `wanted` (B,), one patch id for each frame, only that patch, (B, C): the last layer then computes
+        no other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
-        patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
-        patches = patches.scatter(1, places, x[:, 1:])
-        x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
+        tokens = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
+        tokens = tokens.scatter(1, places, x[:, 1:])
+        x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
         last = self.decoder_blocks[-1]
@@ -284,7 +286,8 @@ class MaskedAutoencoder(nn.Module):
             x = last(x)[:, 1:]  # without [cls]
         else:
             frame = torch.arange(len(x), device=x.device)
-            x = last(x, rows=(frame[:, None], 1 + wanted[:, None]))[:, 0]  # [cls] is token 0
+            rows = frame[:, None], 1 + wanted[:, None]  # [cls] is token 0
+            x = last(x, rows=rows).squeeze(1)  # (B, D)
         return self.decoder_pred(self.decoder_norm(x))
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
@@ -296,7 +299,7 @@ class MaskedAutoencoder(nn.Module):
         ids = noise.argsort(1)[:, :num_visible]  # (B, V), a random subset
         visible = patches.take_along_dim(ids[..., None], 1)  # (B, V, C)
         prediction = self.decode(self.encode(visible, ids), ids)
-        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
+        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), but the mean, as in their code
         mask = torch.ones_like(noise).scatter(1, ids, 0.0)
         return loss, prediction, mask
 
@@ -325,7 +328,8 @@ def collect_random_frames(args, num_frames):
 
 
 def warmup_cosine(step, steps, peak):
-    """Learning rate at `step` of `steps`: linear warm-up for the first tenth, then half a cosine down to 0."""
+    """Learning rate at `step` of `steps`: linear warm-up for the first tenth (Table 5: 5 of 50 epochs), then half a
+    cosine down to 0, as He et al. 2022."""
     warmup = steps / 10
     if step < warmup:
         return peak * (step / warmup)
@@ -447,8 +451,8 @@ class ErrorMapCache:
         self.mae = mae
         self.capacity = capacity
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are masked, and
-        # their embeddings equal the first's, so it does not matter which one `decode` scatters last.
+        # A patch on the edge has fewer than 8 around it: the first of these is repeated. No token attends to the
+        # copies (`present`), and their embeddings equal the first's, so `decode` may scatter any of them last.
         surroundings = surrounding_patches(mae.side)
         eight = [ids + ids[:1] * (8 - len(ids)) for ids in surroundings]
         present = [[i < len(ids) for i in range(8)] for ids in surroundings]
@@ -467,7 +471,7 @@ class ErrorMapCache:
             computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
             self.errors.update(zip(new, computed.tolist()))
         errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
-        while len(self.errors) > self.capacity:  # only now: the line above needs the new and the old
+        while len(self.errors) > self.capacity:  # only now: the line above reads old and new ones
             self.errors.popitem(last=False)
         return errors.view(len(frames), -1)
 
@@ -499,12 +503,12 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
     `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
       1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
-         x, the share of the patches, is the Lorenz curve. It is convex (the paper says concave), the salient
-         patches at its steep right end.
+         x, the share of the patches, is the Lorenz curve, from (0, 0) to (1, 1). It is convex (the paper says
+         concave), the salient patches at its steep right end.
       2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
-      3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
-         whose slope is closest to lorenz_slope, the smallest among equals.
-      4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
+      3. Of i = 1 ... N-2 take the one whose slope is closest to lorenz_slope, the smallest among equals.
+      4. Keep the K = N - i patches with the largest errors, at most max_patches; K = 1 where step 3 has no i, or all
+         errors are equal.
     In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and up to two more
     (more only where errors are equal); at most max_patches, and never all N.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
@@ -517,19 +521,19 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     patch_ids = errors.sort(dim=1, descending=True, stable=True).indices[:, :max_patches]
     if lorenz_slope is None:
         return patch_ids, patch_ids.new_full((B,), max_patches)
+    if N < 3:
+        return patch_ids, patch_ids.new_ones(B)
     ascending = errors.double().sort(dim=1).values
     v = ascending / ascending.sum(1, keepdim=True)
     slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1)
-    first = max(1, N - max_patches)
-    if first > N - 2:
-        return patch_ids, patch_ids.new_ones(B)
-    i = first + (slope[:, first:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
-    return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, N - i)
+    i = 1 + (slope[:, 1:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
+    count = (N - i).clamp(max=max_patches)
+    return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, count)
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
     """{"counts": K of uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as given}. From
-    10,000 frames on only each (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
+    10,000 frames on only every (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
     """
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
@@ -546,11 +550,11 @@ def ratio_to_patches(ratio, num_patches):
 def ideal_max_ratio(counts, num_patches, coverage=0.999):
     """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
     `coverage` of the frames. `counts`: K of each frame, without a maximum. 0.95 if none does."""
-    for percent in range(5, 100, 5):
+    for percent in range(5, 95, 5):
         kept_whole = counts <= ratio_to_patches(percent / 100, num_patches)
         if kept_whole.double().mean() > coverage:
-            break
-    return percent / 100
+            return percent / 100
+    return 0.95
 
 
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
@@ -612,7 +616,8 @@ def draw_reconstruction(mae, frames, path):
 
 
 def mark_patches(frame, selected, attended, side):
-    """The frame (H, W, 3) four times as large, the selected patches outlined in red and the attended ones in yellow."""
+    """A NumPy frame (H, W, 3) four times as large, (4 H, 4 W, 3): the selected patches outlined in red, the attended
+    ones in yellow."""
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
@@ -627,7 +632,8 @@ def mark_patches(frame, selected, attended, side):
 
 
 def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
-    """Fig. 3, one frame a column: the Lorenz curve with dynamic-K's point, its patches, and those of two fixed K."""
+    """Fig. 3 for uint8 frames (B, H, W, 3) and their errors (B, N), one frame a column: the Lorenz curve with
+    dynamic-K's point, its patches, and those of two fixed K."""
     N = mae.num_patches
     patch_ids, count = select_salient_patches(errors, N, lorenz_slope)
     figure = Figure(figsize=(3.6 * len(frames), 14.5))
@@ -655,7 +661,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
 
 
 def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
-    """The patches that the agent would see, in twelve frames."""
+    """The patches that the agent would see in twelve frames (12, H, W, 3) with errors (12, N)."""
     patch_ids, count = select_salient_patches(errors, max_patches, lorenz_slope)
     figure = Figure(figsize=(13, 10.4))
     axes = figure.subplots(3, 4).flat
@@ -668,12 +674,13 @@ def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
 
 
 def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
-    """Fig. 8: the histogram of K over frames, in steps of 5 % of the patches, with mr* and the ratio in use."""
+    """Fig. 8: the histogram of `counts` (num_frames,), the K of frames, in steps of 5 % of the patches, with mr* and
+    the ratio in use."""
     figure = Figure(figsize=(9, 5.4))
     axis = figure.subplots()
     # The bin that ends at 35 % holds the frames that a maximal ratio of 35 % keeps whole and 30 % does not.
-    most = [ratio_to_patches(percent / 100, num_patches) for percent in range(0, 101, 5)]
-    cumulative = [(counts <= patches).double().mean() for patches in most]
+    limits = [ratio_to_patches(percent / 100, num_patches) for percent in range(0, 101, 5)]
+    cumulative = [(counts <= patches).double().mean() for patches in limits]
     axis.bar(np.arange(2.5, 100, 5), 100 * np.diff(cumulative), width=4.6, color=BLUE)
     for name, ratio, colour, style in (("mr*", ideal, VERMILION, "-"), ("ratio in use", adopted, ORANGE, "--")):
         share = (counts <= ratio_to_patches(ratio, num_patches)).double().mean().item()
@@ -742,7 +749,8 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": its slope}, or {}."""
+    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
+    counted at}, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -757,10 +765,10 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
     salient_counts, {} where there are none. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    model = content.get("model")
-    if not isinstance(model, dict) or "mask_token" not in model:
+    model = content.get("model", {})
+    if "mask_token" not in model:
         fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
-    made_for = {"env_id": content.get("env_id", args.env_id), **(content.get("sizes") or {})}
+    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
     for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
@@ -768,7 +776,7 @@ def load_mae(path, mae, args):
         mae.load_state_dict(model)
     except RuntimeError as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
-    return content.get("salient_counts") or {}
+    return content.get("salient_counts", {})
 
 
 def keep_freed_memory():
@@ -788,7 +796,7 @@ def fail(message):
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
     have their defaults)."""
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = tyro.cli(Args)
     if args.resume is None:
         return args
     if sum(word.startswith("--") for word in sys.argv) > 1:
@@ -804,7 +812,7 @@ def parse_args():
     return stored_args
 
 
-# Of all three scripts: flags that may be 0, and shares, from 0 to 1.
+# Flags of all three scripts that may be 0, and shares, from 0 to 1.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}

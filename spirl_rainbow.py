@@ -14,10 +14,10 @@ functions more: `encode_patches` and `embed_salient_patches`), 5 replay, 6 agent
 line, 9 main.
 
 Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96); N patches of
-a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given (36; 8 in Eq. (3));
-K patches that were selected; L patches of a frame with padding (50 on Frostbite); S frames stacked (4); M
-neighbourhoods; T tokens; D width of a layer (encoder 64, decoder 128, agent 32); h its attention heads (4, 8, 8);
-d = D / h; n steps of a return (20); A actions (18); Z atoms (51); G evaluation games (50).
+a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given (36; 8 in Eq. (3);
+L for the agent); K patches that were selected; L patches of a frame with padding (50 on Frostbite); S frames stacked
+(4); M neighbourhoods; T tokens; D width of a layer (encoder 64, decoder 128, agent 32); h its attention heads (4, 8,
+8); d = D / h; n steps of a return (20); A actions (18; MsPacman 9); Z atoms (51); G evaluation games (50).
 """
 
 import argparse
@@ -58,8 +58,9 @@ gym.register_envs(ale_py)
 # ------------------------------------------------------------------------------------------------------ 1. Arguments
 @dataclass
 class Args:
-    """The command line: each field is a flag, and the comment beside or above it the flag's help."""
+    """SPIRL: learn to play an Atari game in 100,000 steps by looking only at its salient patches."""
 
+    # Each field is a flag, and the comment beside or above it the flag's help.
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -68,7 +69,7 @@ class Args:
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
     resume: str | None = None  # folder of an unfinished run to continue with its own arguments; no other flags
     compile: bool = False  # torch.compile the loss: the same up to rounding; needs a C++ compiler (Triton on a GPU)
-    capture_video: bool = False  # save the reported evaluation's first game (1,000 steps) as videos/policy.gif
+    capture_video: bool = False  # save the reported evaluation's first game (up to 1,000 steps) as videos/policy.gif
 
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
@@ -123,7 +124,7 @@ class Args:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations, to report the best median (400K: we use 50,000); 0: at the end
+    eval_frequency: int = 0  # steps between evaluations, the best median is reported (400K: 50,000); 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -136,15 +137,16 @@ PAPER_MAX_RATIO = {  # the adopted ratios of Table 13; mr* for every other game
 }
 
 # ---------------------------------------------------------------------------------------------------- 2. Environment
-# Each purpose has its own random streams, so that evaluating more often never changes what training sees. PLAY: games
-# that are trained on; ACT: the random actions before learning; LEARN: noise and sampling.
+# Each purpose has its own random streams, so that evaluating more often never changes what training sees. COLLECT and
+# PRETRAIN: the MAE's frames and masks; PLAY: games that are trained on; ACT: the random actions before learning; LEARN:
+# noise and sampling; EVALUATE: the reported games.
 COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw
-    rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end
-    `info["lives"] == 0`. After it comes ale-py's autoreset step, unless a seeded reset comes first."""
+    rewards. Seeds go to `reset`. A life loss and a game over both set `terminations`; at a game over
+    `info["lives"] == 0`. The step after a game is ale-py's autoreset, unless a seeded `reset` comes first."""
     return gym.make_vec(
         args.env_id,
         num_envs,
@@ -160,16 +162,16 @@ def make_envs(args, num_envs):
         full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
-        episodic_life=False,  # it would restart the game at each life loss: no second life would ever be seen
+        episodic_life=False,  # it would restart the game at each life loss: the agent would never see a second life
         life_loss_info=True,  # Table 9: a lost life is terminal; the game goes on
         max_num_frames_per_episode=args.max_episode_frames,
     )
 
 
 def game_seeds(seed, *purpose, num=1):
-    """`num` seeds for a purpose (a constant above, then for instance the game's number), int64 (num,) below
-    2**31: for `AtariVectorEnv.reset` or a torch.Generator. A game's seed only sets its opening no-ops, at most 29, so
-    fifty games have about 24 different starts."""
+    """int64 seeds (num,) below 2**31, for `AtariVectorEnv.reset` or a torch.Generator. `purpose`: a constant above,
+    then for instance the game's number. A game's seed only sets its opening no-ops, at most 29, so fifty games have
+    about 24 different starts."""
     seeds = np.random.SeedSequence([seed, *purpose]).generate_state(num, np.uint32)
     return seeds.astype(np.int64) >> 1
 
@@ -191,7 +193,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. `rows` are the tokens whose z is wanted, picked as by x[rows]: all by default."""
+    False. Only the tokens x[rows] ask and get their z: all by default."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -207,7 +209,7 @@ class Block(nn.Module):
         qkv = self.attn.qkv(self.norm1(x))  # (B, T, 3 D)
         return qkv.unflatten(2, (3, self.heads, -1)).unbind(2)
 
-    def forward(self, x, present=None, rows=np.s_[:]):
+    def forward(self, x, present=None, rows=slice(None)):
         mask = None
         if present is not None:
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
@@ -307,13 +309,13 @@ class MaskedAutoencoder(nn.Module):
 
     def decode(self, latent, ids, wanted=None):
         """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
-        (B, V). With patch ids `wanted` (B,) only that one of each frame, (B, C): the last layer then computes no
-        other."""
+        (B, V). With `wanted` (B,), one patch id for each frame, only that patch, (B, C): the last layer then computes
+        no other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
         places = ids[..., None].expand(-1, -1, x.shape[2])
-        patches = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
-        patches = patches.scatter(1, places, x[:, 1:])
-        x = torch.cat([x[:, :1], patches], 1) + self.decoder_pos_embed  # (B, 1+N, D)
+        tokens = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
+        tokens = tokens.scatter(1, places, x[:, 1:])
+        x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
         last = self.decoder_blocks[-1]
@@ -321,7 +323,8 @@ class MaskedAutoencoder(nn.Module):
             x = last(x)[:, 1:]  # without [cls]
         else:
             frame = torch.arange(len(x), device=x.device)
-            x = last(x, rows=(frame[:, None], 1 + wanted[:, None]))[:, 0]  # [cls] is token 0
+            rows = frame[:, None], 1 + wanted[:, None]  # [cls] is token 0
+            x = last(x, rows=rows).squeeze(1)  # (B, D)
         return self.decoder_pred(self.decoder_norm(x))
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
@@ -333,7 +336,7 @@ class MaskedAutoencoder(nn.Module):
         ids = noise.argsort(1)[:, :num_visible]  # (B, V), a random subset
         visible = patches.take_along_dim(ids[..., None], 1)  # (B, V, C)
         prediction = self.decode(self.encode(visible, ids), ids)
-        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches and frames
+        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), but the mean, as in their code
         mask = torch.ones_like(noise).scatter(1, ids, 0.0)
         return loss, prediction, mask
 
@@ -362,7 +365,8 @@ def collect_random_frames(args, num_frames):
 
 
 def warmup_cosine(step, steps, peak):
-    """Learning rate at `step` of `steps`: linear warm-up for the first tenth, then half a cosine down to 0."""
+    """Learning rate at `step` of `steps`: linear warm-up for the first tenth (Table 5: 5 of 50 epochs), then half a
+    cosine down to 0, as He et al. 2022."""
     warmup = steps / 10
     if step < warmup:
         return peak * (step / warmup)
@@ -484,8 +488,8 @@ class ErrorMapCache:
         self.mae = mae
         self.capacity = capacity
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        # A patch on the edge has fewer than 8 around it: the first of these is repeated. The copies are masked, and
-        # their embeddings equal the first's, so it does not matter which one `decode` scatters last.
+        # A patch on the edge has fewer than 8 around it: the first of these is repeated. No token attends to the
+        # copies (`present`), and their embeddings equal the first's, so `decode` may scatter any of them last.
         surroundings = surrounding_patches(mae.side)
         eight = [ids + ids[:1] * (8 - len(ids)) for ids in surroundings]
         present = [[i < len(ids) for i in range(8)] for ids in surroundings]
@@ -504,7 +508,7 @@ class ErrorMapCache:
             computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
             self.errors.update(zip(new, computed.tolist()))
         errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
-        while len(self.errors) > self.capacity:  # only now: the line above needs the new and the old
+        while len(self.errors) > self.capacity:  # only now: the line above reads old and new ones
             self.errors.popitem(last=False)
         return errors.view(len(frames), -1)
 
@@ -536,12 +540,12 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
     `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
       1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
-         x, the share of the patches, is the Lorenz curve. It is convex (the paper says concave), the salient
-         patches at its steep right end.
+         x, the share of the patches, is the Lorenz curve, from (0, 0) to (1, 1). It is convex (the paper says
+         concave), the salient patches at its steep right end.
       2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
-      3. Among the i that keep at most max_patches patches, i = N - max_patches ... N-2 (but never i = 0), take the one
-         whose slope is closest to lorenz_slope, the smallest among equals.
-      4. Keep the K = N - i patches with the largest errors; K = 1 where step 3 has no i, or all errors are equal.
+      3. Of i = 1 ... N-2 take the one whose slope is closest to lorenz_slope, the smallest among equals.
+      4. Keep the K = N - i patches with the largest errors, at most max_patches; K = 1 where step 3 has no i, or all
+         errors are equal.
     In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and up to two more
     (more only where errors are equal); at most max_patches, and never all N.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
@@ -554,14 +558,14 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     patch_ids = errors.sort(dim=1, descending=True, stable=True).indices[:, :max_patches]
     if lorenz_slope is None:
         return patch_ids, patch_ids.new_full((B,), max_patches)
+    if N < 3:
+        return patch_ids, patch_ids.new_ones(B)
     ascending = errors.double().sort(dim=1).values
     v = ascending / ascending.sum(1, keepdim=True)
     slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1)
-    first = max(1, N - max_patches)
-    if first > N - 2:
-        return patch_ids, patch_ids.new_ones(B)
-    i = first + (slope[:, first:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
-    return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, N - i)
+    i = 1 + (slope[:, 1:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
+    count = (N - i).clamp(max=max_patches)
+    return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, count)
 
 
 @torch.no_grad()
@@ -579,18 +583,14 @@ def encode_patches(mae, frames, patch_ids, count):
 def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
     """What the agent sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, max_patches, D) in float16 and
     counts (B,), on the MAE's device."""
-    device = mae.pos_embed.device
-    frames = torch.from_numpy(frames)
-    patch_ids, count = select_salient_patches(error_map(frames), max_patches, lorenz_slope)  # on the CPU
-    patch_ids = patch_ids.to(device)
-    count = count.to(device)
-    embeddings = encode_patches(mae, frames.to(device), patch_ids, count)
-    return embeddings.half(), count
+    frames = torch.from_numpy(frames).to(mae.pos_embed.device)
+    patch_ids, count = select_salient_patches(error_map(frames), max_patches, lorenz_slope)
+    return encode_patches(mae, frames, patch_ids, count).half(), count
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
     """{"counts": K of uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as given}. From
-    10,000 frames on only each (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
+    10,000 frames on only every (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
     """
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
@@ -607,11 +607,11 @@ def ratio_to_patches(ratio, num_patches):
 def ideal_max_ratio(counts, num_patches, coverage=0.999):
     """mr* (Appendix B.5, Fig. 8): the smallest of 5 %, 10 %, ..., 95 % that keeps all salient patches of more than
     `coverage` of the frames. `counts`: K of each frame, without a maximum. 0.95 if none does."""
-    for percent in range(5, 100, 5):
+    for percent in range(5, 95, 5):
         kept_whole = counts <= ratio_to_patches(percent / 100, num_patches)
         if kept_whole.double().mean() > coverage:
-            break
-    return percent / 100
+            return percent / 100
+    return 0.95
 
 
 # --------------------------------------------------------------------------------------------------------- 5. Replay
@@ -702,10 +702,10 @@ class Replay:
         points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
         # For each point, the first slot whose running sum exceeds it.
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
-        # A probability is powered / mass[-1]; mass[-1] cancels when the weights are divided by the largest.
+        # A probability is p_alpha / mass[-1]; mass[-1] cancels when the weights are divided by the largest.
         # Rounding can pick a slot that is not to be drawn: its weight is 0.
-        powered = self.priorities[slots]
-        weights = torch.where(powered > 0, powered**-beta, 0.0)
+        p_alpha = self.priorities[slots]
+        weights = torch.where(p_alpha > 0, p_alpha**-beta, 0.0)
         return slots, (weights / weights.max()).float()
 
     def returns(self, slots):
@@ -722,12 +722,12 @@ class Replay:
         discounts = self.gamma**steps * bootstraps
         return self.actions[slots], returns, discounts, (slots + steps) % self.capacity
 
-    def set_priorities(self, slots, priorities):
+    def set_priorities(self, slots, p):
         """New priorities p (B,), at least 1e-6, of slots (B,); a slot that cannot be drawn stays so."""
         drawable = self.priorities[slots] > 0
-        powered = priorities.double().clamp(min=1e-6) ** self.alpha * drawable
-        self.priorities[slots] = powered
-        self.max_priority = torch.maximum(self.max_priority, powered.max())
+        p_alpha = p.double().clamp(min=1e-6) ** self.alpha * drawable
+        self.priorities[slots] = p_alpha
+        self.max_priority = torch.maximum(self.max_priority, p_alpha.max())
 
 
 # ---------------------------------------------------------------------------------------------------------- 6. Agent
@@ -764,8 +764,8 @@ class SalientPatchTransformer(nn.Module):
 
     Table 13: a linear projection, then one Transformer layer without residual connections over a trainable [cls] and
     the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15). Rows past a
-    frame's count are padding: read, and averaged, as zeros (`padding="zero"`, Table 14) or as a trainable [pad]
-    ("token"), or not at all ("mask": before the softmax; the paper zeroes their weights after it)."""
+    frame's count are padding: zeros (`padding="zero"`, Table 14) or a trainable [pad] ("token"), attended to and
+    averaged like patches; or masked out ("mask": before the softmax; the paper zeroes their weights after it)."""
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
         super().__init__()
@@ -776,7 +776,7 @@ class SalientPatchTransformer(nn.Module):
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
-        self.apply(initialize)  # zero padding is at first projected to zero
+        self.apply(initialize)  # zero biases: at first, zero padding is projected to zero
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
@@ -817,7 +817,7 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        # The same values, but the gradient divided by sqrt(2): those of the two streams add up here (Wang et al. 2016).
+        # The same values, but the gradient divided by sqrt(2): the trunk gets that of both streams (Wang et al. 2016).
         o = o.detach() + (o - o.detach()) / 2**0.5
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
@@ -887,7 +887,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     """Play one whole game for each of seeds (G,), in a vector environment of G games, without noise: (raw scores,
     recording).
 
-    `preprocess(frames)` turns a NumPy array of B uint8 frames into the network's inputs, (B, *) and counts (B,).
+    `preprocess(frames)` turns a NumPy array of B uint8 frames into what the stacks hold: features (B, *), counts (B,).
     `rng`, a NumPy generator, makes a share `epsilon` of the actions random. A lost life does not blank the stack.
     Recording: (frame, state) of each of the first game's first 1,000 steps, for the figures.
     """
@@ -929,11 +929,11 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
     """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
-    the attended ones: those with most attention, as few as have at least 60 % of it together. Attention is what [cls]
-    (in mean pooling, the patches) pays to the selected patches, averaged over heads."""
+    the attended ones: the fewest that together get at least 60 % of the attention that [cls] (in mean pooling, the
+    patch rows) pays to the selected patches, averaged over heads."""
     x, _ = trunk.tokens(*state)
-    q, k, _ = trunk.block.queries_keys_values(x[-1:])  # of the newest frame
-    q, k = q[0], k[0]  # (1+L, h, d)
+    q, k, _ = trunk.block.queries_keys_values(x)
+    q, k = q[-1], k[-1]  # of the newest frame, (1+L, h, d)
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
     K = state[1][0, -1]
     selected = patch_ids[0, :K]
@@ -948,7 +948,8 @@ def attended_patches(trunk, state, patch_ids):
 
 
 def mark_patches(frame, selected, attended, side):
-    """The frame (H, W, 3) four times as large, the selected patches outlined in red and the attended ones in yellow."""
+    """A NumPy frame (H, W, 3) four times as large, (4 H, 4 W, 3): the selected patches outlined in red, the attended
+    ones in yellow."""
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
@@ -1028,7 +1029,8 @@ def mae_sizes(args):
 
 
 def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": its slope}, or {}."""
+    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
+    counted at}, or {}."""
     content = {
         "model": mae.state_dict(),
         "sizes": mae_sizes(args),
@@ -1043,10 +1045,10 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
     salient_counts, {} where there are none. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    model = content.get("model")
-    if not isinstance(model, dict) or "mask_token" not in model:
+    model = content.get("model", {})
+    if "mask_token" not in model:
         fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
-    made_for = {"env_id": content.get("env_id", args.env_id), **(content.get("sizes") or {})}
+    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
     for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
@@ -1054,7 +1056,7 @@ def load_mae(path, mae, args):
         mae.load_state_dict(model)
     except RuntimeError as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
-    return content.get("salient_counts") or {}
+    return content.get("salient_counts", {})
 
 
 def keep_freed_memory():
@@ -1074,7 +1076,7 @@ def fail(message):
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
     have their defaults)."""
-    args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
+    args = tyro.cli(Args)
     if args.resume is None:
         return args
     if sum(word.startswith("--") for word in sys.argv) > 1:
@@ -1090,7 +1092,7 @@ def parse_args():
     return stored_args
 
 
-# Of all three scripts: flags that may be 0, and shares, from 0 to 1.
+# Flags of all three scripts that may be 0, and shares, from 0 to 1.
 MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
@@ -1139,7 +1141,7 @@ def check_args(args):
         )
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
-    # When learning starts, a return must be known; and one update must fit in.
+    # Before learning starts a return must be known; after it one update must fit in.
     if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:
         fail(
             f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
@@ -1147,8 +1149,6 @@ def check_args(args):
         )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
-    if not 0 < args.v_max - args.v_min < math.inf:
-        fail(f"--v-min {args.v_min} and --v-max {args.v_max} must be finite, the first below the second")
     for name, value in vars(args).items():
         of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
         if args.mae_checkpoint is not None and of_pretraining and value != getattr(Args, name):
@@ -1225,7 +1225,7 @@ if __name__ == "__main__":
     ).to(device)
     target = deepcopy(online)
     optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    loss_function = torch.compile(c51_loss, dynamic=False) if args.compile else c51_loss
+    loss_function = torch.compile(c51_loss) if args.compile else c51_loss
     replay = Replay(
         args.buffer_size,
         (max_patches, args.encoder_dim),

@@ -54,9 +54,7 @@ OF_AGENT = [
     (["--learning-starts", "100000"], "--learning-starts 100000 must be above --n-step .20. and at most 99999"),
     (["--learning-starts", "10"], "--learning-starts 10 must be above --n-step"),
     (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be .* at most 1500"),
-    (["--v-max", "inf"], "--v-min -10.0 and --v-max inf must be finite"),
     (["--buffer-size", "30"], "--buffer-size 30 must be at least --batch-size"),
-    (["--v-min", "10"], "--v-min 10.0 and --v-max 10.0 must be finite, the first below the second"),
 ]
 ROWS = [(script, *row) for script in SCRIPTS for row in COMMON]
 ROWS += [("spirl_rainbow.py", *row) for row in OF_MAE + OF_SELECTION + OF_AGENT]
@@ -91,7 +89,7 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
     (tmp_path / "null/args.json").write_text("null")
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     torch.save(small, tmp_path / "small.pt")
-    torch.save({"model": 5, "sizes": None}, tmp_path / "foreign.pt")
+    torch.save({"model": {"weight": torch.zeros(1)}}, tmp_path / "foreign.pt")
     agent = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 4)
     torch.save({"model": agent.state_dict(), "args": {}, "step": 100, "max_patches": 50}, tmp_path / "agent.pt")
     spirl_mae.save_mae(tmp_path / "pong.pt", spirl_mae.MaskedAutoencoder(), spirl_mae.Args(env_id="ALE/Pong-v5"), {})

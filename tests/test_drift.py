@@ -68,7 +68,7 @@ ONLY_BASELINES = {
     'patch_ids = torch.arange(mae.num_patches, device=device)[None]',
     'marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in recording]',
     'draw_policy_attention(marked, side, run_dir / "figures/policy_attention.png")',
-    'else:  # grey as RGB; nothing is marked, so the frame is one patch',
+    'elif args.capture_video:  # grey as RGB; no patches are marked, so the whole frame counts as one',
     'side = 1',
     'marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in recording]',
     'save_video(marked, side, run_dir / "videos/policy.gif")',
@@ -76,18 +76,17 @@ ONLY_BASELINES = {
 # The same for make_envs: the lines of the scripts that only ever see RGB, and those of spirl_baselines.py.
 ONLY_RGB = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw',
-    "rewards. Seeds go to `reset`. A life loss and the game's end both set `terminations`; at the game's end",
-    '`info["lives"] == 0`. After it comes ale-py\'s autoreset step, unless a seeded reset comes first."""',
+    "rewards. Seeds go to `reset`. A life loss and a game over both set `terminations`; at a game over",
+    '`info["lives"] == 0`. The step after a game is ale-py\'s autoreset, unless a seeded `reset` comes first."""',
     'img_height=args.image_size,',
     'img_width=args.image_size,',
     'grayscale=False,',
 }
 ONLY_GREY = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for',
-    'mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, raw rewards. Seeds go to `reset`. A life loss and the',
-    "game's end both set `terminations`; at the game's end `info[\"lives\"] == 0`. After it comes ale-py's autoreset "
-    "step,",
-    'unless a seeded reset comes first."""',
+    'mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, as van Hasselt et al. (Table 9 is of SPIRL); raw rewards. Seeds',
+    'go to `reset`. A life loss and a game over both set `terminations`; at a game over `info["lives"] == 0`. The step',
+    'after a game is ale-py\'s autoreset, unless a seeded `reset` comes first."""',
     'size = args.image_size if args.method == "mae-all" else 84',
     'img_height=size,',
     'img_width=size,',

@@ -151,7 +151,7 @@ def lorenz_slopes(errors):
 
 
 def oracle_selection(errors, max_patches, lorenz_slope):
-    """Dynamic-K as the docstring of select_salient_patches says it, one frame, in loops."""
+    """Dynamic-K of one frame in loops: among the K of at most max_patches, that of the closest slope."""
     N = len(errors)
     order = sorted(range(N), key=lambda n: (-errors[n], n))
     if lorenz_slope is None:
