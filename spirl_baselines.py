@@ -61,6 +61,7 @@ class Args:
     """The baselines of SPIRL: Data-Efficient Rainbow, DE-Rainbow-P and MAE-All."""
 
     # Each field is a flag, and the comment beside or above it the flag's help.
+
     # de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the random steps are --mae-frames, not
     # --learning-starts, and --total-timesteps changes by the difference, so that as many updates follow (Table 12: 5K
     # random steps of 103.4K on Frostbite, 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
@@ -117,7 +118,7 @@ class Args:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations, the best median is reported (400K: 50,000); 0: one, at the end
+    eval_frequency: int = 0  # steps between evaluations, the best median counts (400K: ours 50,000); 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -133,7 +134,7 @@ COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for
-    mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, as van Hasselt et al. (Table 9 is of SPIRL); raw rewards. Seeds
+    mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, as van Hasselt et al. (Table 9: 96 x 96 RGB); raw rewards. Seeds
     go to `reset`. A life loss and a game over both set `terminations`; at a game over `info["lives"] == 0`. The step
     after a game is ale-py's autoreset, unless a seeded `reset` comes first."""
     size = args.image_size if args.method == "mae-all" else 84
@@ -326,7 +327,7 @@ class MaskedAutoencoder(nn.Module):
         ids = noise.argsort(1)[:, :num_visible]  # (B, V), a random subset
         visible = patches.take_along_dim(ids[..., None], 1)  # (B, V, C)
         prediction = self.decode(self.encode(visible, ids), ids)
-        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), but the mean, as in their code
+        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches (the paper: summed)
         mask = torch.ones_like(noise).scatter(1, ids, 0.0)
         return loss, prediction, mask
 
@@ -907,17 +908,14 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
     salient_counts, {} where there are none. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    model = content.get("model", {})
-    if "mask_token" not in model:
-        fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
     made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
     for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
-        mae.load_state_dict(model)
-    except RuntimeError as error:
-        fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
+        mae.load_state_dict(content.get("model"))
+    except (RuntimeError, TypeError) as error:
+        fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give a mae.pt of its sizes")
     return content.get("salient_counts", {})
 
 
@@ -925,7 +923,7 @@ def keep_freed_memory():
     """Let glibc keep up to 1 GiB of freed memory for the next step; asking the system each time is slow."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, 32 MiB: only larger pieces are kept out of the heap
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: the heap may keep this many free bytes
 
 
@@ -1022,6 +1020,8 @@ def check_args(args):
         )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
+    if not args.v_min < args.v_max:
+        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
 
 
 def pick_device(name):

@@ -55,6 +55,7 @@ class Args:
     """SPIRL's first half: learn without reward which patches of an Atari game are salient, and show it."""
 
     # Each field is a flag, and the comment beside or above it the flag's help.
+
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -299,7 +300,7 @@ class MaskedAutoencoder(nn.Module):
         ids = noise.argsort(1)[:, :num_visible]  # (B, V), a random subset
         visible = patches.take_along_dim(ids[..., None], 1)  # (B, V, C)
         prediction = self.decode(self.encode(visible, ids), ids)
-        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), but the mean, as in their code
+        loss = F.mse_loss(prediction, normalize_patches(patches))  # Eq. (1), averaged over patches (the paper: summed)
         mask = torch.ones_like(noise).scatter(1, ids, 0.0)
         return loss, prediction, mask
 
@@ -765,17 +766,14 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
     salient_counts, {} where there are none. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    model = content.get("model", {})
-    if "mask_token" not in model:
-        fail(f"{path} is not a mae.pt; give one that spirl_mae.py has saved")
     made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
     for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
-        mae.load_state_dict(model)
-    except RuntimeError as error:
-        fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give its sizes as flags")
+        mae.load_state_dict(content.get("model"))
+    except (RuntimeError, TypeError) as error:
+        fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give a mae.pt of its sizes")
     return content.get("salient_counts", {})
 
 
@@ -783,7 +781,7 @@ def keep_freed_memory():
     """Let glibc keep up to 1 GiB of freed memory for the next step; asking the system each time is slow."""
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: only larger pieces are kept out of the heap
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, 32 MiB: only larger pieces are kept out of the heap
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: the heap may keep this many free bytes
 
 

@@ -44,8 +44,8 @@ OF_MAE = [
     (["--mae-checkpoint", "cut.pt"], "cut.pt cannot be read as a checkpoint .*; give another file$"),
     (["--mae-checkpoint", "random.pt"], "random.pt cannot be read as a checkpoint .*; give another file$"),
     (["--mae-checkpoint", "code.pt"], "code.pt cannot be read as a checkpoint .*; give another file$"),
-    (["--mae-checkpoint", "agent.pt"], "agent.pt is not a mae.pt; give one that spirl_mae.py has saved"),
-    (["--mae-checkpoint", "foreign.pt"], "foreign.pt is not a mae.pt"),
+    (["--mae-checkpoint", "agent.pt"], "agent.pt does not fit the auto-encoder .* give a mae.pt"),
+    (["--mae-checkpoint", "foreign.pt"], "foreign.pt does not fit the auto-encoder"),
     (["--mae-checkpoint", "small.pt"], "small.pt has image_size 24; give --image-size 24"),
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
 ]
@@ -55,6 +55,7 @@ OF_AGENT = [
     (["--learning-starts", "10"], "--learning-starts 10 must be above --n-step"),
     (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be .* at most 1500"),
     (["--buffer-size", "30"], "--buffer-size 30 must be at least --batch-size"),
+    (["--v-min", "10"], "--v-min 10.0 must be below --v-max 10.0"),
 ]
 ROWS = [(script, *row) for script in SCRIPTS for row in COMMON]
 ROWS += [("spirl_rainbow.py", *row) for row in OF_MAE + OF_SELECTION + OF_AGENT]
@@ -89,7 +90,7 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
     (tmp_path / "null/args.json").write_text("null")
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     torch.save(small, tmp_path / "small.pt")
-    torch.save({"model": {"weight": torch.zeros(1)}}, tmp_path / "foreign.pt")
+    torch.save({"model": 5}, tmp_path / "foreign.pt")
     agent = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 4)
     torch.save({"model": agent.state_dict(), "args": {}, "step": 100, "max_patches": 50}, tmp_path / "agent.pt")
     spirl_mae.save_mae(tmp_path / "pong.pt", spirl_mae.MaskedAutoencoder(), spirl_mae.Args(env_id="ALE/Pong-v5"), {})

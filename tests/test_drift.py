@@ -84,7 +84,7 @@ ONLY_RGB = {
 }
 ONLY_GREY = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for',
-    'mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, as van Hasselt et al. (Table 9 is of SPIRL); raw rewards. Seeds',
+    'mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, as van Hasselt et al. (Table 9: 96 x 96 RGB); raw rewards. Seeds',
     'go to `reset`. A life loss and a game over both set `terminations`; at a game over `info["lives"] == 0`. The step',
     'after a game is ale-py\'s autoreset, unless a seeded `reset` comes first."""',
     'size = args.image_size if args.method == "mae-all" else 84',
