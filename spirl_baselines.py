@@ -5,9 +5,12 @@ loop and the evaluation are those of `spirl_rainbow.py`, so that only the method
 2019) sees pixels through a small convolutional network. DE-Rainbow-P does too, after as many random steps as SPIRL's
 MAE has training frames. MAE-All sees the embeddings of all patches of a frame.
 
-    python spirl_baselines.py                                                       # DE-Rainbow's 100K run on Frostbite
-    python spirl_baselines.py --method de-rainbow-p                                 # after 5,000 random steps
-    python spirl_baselines.py --method mae-all --mae-checkpoint runs/NAME/mae.pt    # no selection of patches
+    DE-Rainbow, 100K steps on Frostbite:
+        python spirl_baselines.py
+    DE-Rainbow-P, the same after 5,000 random steps:
+        python spirl_baselines.py --method de-rainbow-p
+    MAE-All, with a MAE that was pre-trained before:
+        python spirl_baselines.py --method mae-all --mae-checkpoint tests/weights/Frostbite.pt
 
 New here, compared with spirl_rainbow.py: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, the flag
 `--method`, and the branches on it in `make_envs`, `check_args` and main. Nothing here sets `padding`, `pooling` or

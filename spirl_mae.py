@@ -5,9 +5,12 @@ auto-encoder (MAE) learns to rebuild frames of a random policy from a quarter of
 cannot rebuild from the patches around it is salient, and the Lorenz curve of a frame's errors says how many are
 (Fig. 3). There is no reinforcement learning here: `spirl_rainbow.py --mae-checkpoint` takes the mae.pt that this saves.
 
-    python spirl_mae.py                                                             # the paper's, on Frostbite
-    python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21  # another game, sooner
-    python spirl_mae.py --mae-checkpoint runs/NAME/mae.pt --mae-frames 2000         # draw what that one has learned
+    The paper's pre-training, on Frostbite:
+        python spirl_mae.py
+    Another game, with fewer epochs:
+        python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21
+    Draw what a MAE that was pre-trained before finds salient:
+        python spirl_mae.py --mae-checkpoint tests/weights/Frostbite.pt --mae-frames 500
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 selection, 5 figures, 6 files and the command line,
 7 main.

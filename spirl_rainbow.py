@@ -5,9 +5,12 @@ auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it 
 it is salient. The frozen encoder embeds the salient patches of each frame, a one-layer Transformer pools them, and
 Data-Efficient Rainbow picks the action (Fig. 5).
 
-    python spirl_rainbow.py                                                                      # 100K on Frostbite
-    python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt  # another game
-    python spirl_rainbow.py --resume runs/NAME                                                   # go on after a stop
+    Pre-training and 100K steps on Frostbite:
+        python spirl_rainbow.py
+    Another game, with a MAE that was pre-trained before:
+        python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt
+    Go on after a stop:
+        python spirl_rainbow.py --resume runs/NAME
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 selection (3 and 4 as in spirl_mae.py, with two
 functions more: `encode_patches` and `embed_salient_patches`), 5 replay, 6 agent, 7 evaluation, 8 files and the command
