@@ -9,7 +9,7 @@ MAE has training frames. MAE-All sees the embeddings of all patches of a frame.
         python spirl_baselines.py
     DE-Rainbow-P, the same after 5,000 random steps:
         python spirl_baselines.py --method de-rainbow-p
-    MAE-All, with a MAE that was pre-trained before:
+    MAE-All, with a MAE that is here already:
         python spirl_baselines.py --method mae-all --mae-checkpoint tests/weights/Frostbite.pt
 
 New here, compared with spirl_rainbow.py: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, the flag

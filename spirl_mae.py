@@ -9,7 +9,7 @@ cannot rebuild from the patches around it is salient, and the Lorenz curve of a 
         python spirl_mae.py
     Another game, with fewer epochs:
         python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21
-    Draw what a MAE that was pre-trained before finds salient:
+    Draw what a MAE that is here already finds salient:
         python spirl_mae.py --mae-checkpoint tests/weights/Frostbite.pt --mae-frames 500
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 selection, 5 figures, 6 files and the command line,

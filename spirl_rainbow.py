@@ -7,7 +7,7 @@ Data-Efficient Rainbow picks the action (Fig. 5).
 
     Pre-training and 100K steps on Frostbite:
         python spirl_rainbow.py
-    Another game, with a MAE that was pre-trained before:
+    Another game, with a MAE that is here already:
         python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt
     Go on after a stop:
         python spirl_rainbow.py --resume runs/NAME
