@@ -2,8 +2,8 @@
 
 Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023. The training
 loop and the evaluation are those of `spirl_rainbow.py`, so that only the method differs. DE-Rainbow (van Hasselt et al.
-2019) sees pixels through a small convolutional network. DE-Rainbow-P does too, after as many random steps as SPIRL's
-MAE has training frames. MAE-All sees the embeddings of all patches of a frame.
+2019) sees grey pixels through a small convolutional network. DE-Rainbow-P does too, after as many random steps as
+SPIRL's MAE has training frames. MAE-All sees the embeddings of all patches of a frame.
 
     DE-Rainbow, 100K steps on Frostbite:
         python spirl_baselines.py
@@ -121,7 +121,9 @@ class Args:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations, the best median counts (400K: ours 50,000); 0: one, at the end
+    # steps between evaluations, of which the one with the largest median is reported (for 400K we use 50,000);
+    # 0: one evaluation, of the final weights
+    eval_frequency: int = 0
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
 
 
@@ -581,7 +583,8 @@ class Replay:
 # ------------------------------------------------------------------------------------------------------------- 5. Agent
 class NoisyLinear(nn.Module):
     """A linear layer with factorised Gaussian noise (Fortunato et al. 2018) in training mode, none in eval mode:
-    w = mu + sigma * f(e_out) f(e_in)^T and b = mu + sigma * f(e_out), with f(e) = sign(e) sqrt(|e|)."""
+    w = mu + sigma * f(e_out) f(e_in)^T and b = mu + sigma * f(e_out), with f(e) = sign(e) sqrt(|e|).
+    The noise is 0 until `resample_noise` draws some, which then stays until the next call."""
 
     def __init__(self, in_features, out_features, sigma0=0.5):
         super().__init__()
@@ -754,8 +757,9 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     recording).
 
     `preprocess(frames)` turns a NumPy array of B uint8 frames into what the stacks hold: features (B, *), counts (B,).
-    `rng`, a NumPy generator, makes a share `epsilon` of the actions random. A lost life does not blank the stack.
-    Recording: (frame, state) of each of the first game's first 1,000 steps, for the figures.
+    `rng`, a NumPy generator, makes a share `epsilon` of the actions random. As in the authors' code, a lost life does
+    not blank the stack, as it does in training. Recording: (frame, state) of each of the first game's first 1,000
+    steps, for the figures.
     """
     G = len(seeds)
     network.eval()

@@ -91,7 +91,9 @@ class Args:
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
     # divides the curve's rise over two patches by one patch's step, which makes it 0.5
     lorenz_slope: float = 0.5
-    coverage: float = 0.999  # mr* keeps every salient patch of more than this share of the frames (Appendix B.5)
+    # mr* keeps every salient patch of more than this share of the frames (Appendix B.5); spirl_rainbow.py always takes
+    # 0.999, or its --max-ratio
+    coverage: float = 0.999
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game

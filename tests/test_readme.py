@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -50,3 +51,9 @@ def test_every_name_in_the_readmes_map_exists():
     assert len(names) > 20
     for name in names:
         assert any(hasattr(module, name) for module in SCRIPTS.values()), name
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "tests").glob("*/*.py")), ids=lambda path: path.stem)
+def test_a_script_beside_the_tests_starts(script):
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage" in done.stdout, done.stderr

@@ -29,7 +29,8 @@ def test_a_result_is_of_the_papers_agent(path):
     assert (results["env_id"], results["method"], results["seed"]) == (f"ALE/{game}-v5", method, int(seed))
     assert (args["env_id"], args.get("method", "spirl"), args["seed"]) == (f"ALE/{game}-v5", method, int(seed))
     defaults = vars(table.SCRIPTS[method].Args())
-    # A resumed run is allowed: it is the same run, bit for bit (test_resume.py).
+    # A resumed run is allowed: on one machine it is the same run, bit for bit (test_resume.py). Where a run began on
+    # another machine, "machine" says so.
     changed = {name for name, value in args.items() if value != defaults[name]}
     allowed = {"env_id", "seed", "method", "mae_checkpoint", "device", "threads", "run_name", "resume", "capture_video",
                "checkpoint_frequency"}
