@@ -758,7 +758,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
 
     `preprocess(frames)` turns a NumPy array of B uint8 frames into what the stacks hold: features (B, *), counts (B,).
     `rng`, a NumPy generator, makes a share `epsilon` of the actions random. As in the authors' code, a lost life does
-    not blank the stack, as it does in training. Recording: (frame, state) of each of the first game's first 1,000
+    not blank the stack, unlike in training. Recording: (frame, state) of each of the first game's first 1,000
     steps, for the figures.
     """
     G = len(seeds)

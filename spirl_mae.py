@@ -91,8 +91,8 @@ class Args:
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
     # divides the curve's rise over two patches by one patch's step, which makes it 0.5
     lorenz_slope: float = 0.5
-    # mr* keeps every salient patch of more than this share of the frames (Appendix B.5); spirl_rainbow.py always takes
-    # 0.999, or its --max-ratio
+    # mr* keeps every salient patch of more than this share of the frames (Appendix B.5); spirl_rainbow.py, which takes
+    # mr* only where neither --max-ratio nor Table 13 has a ratio, computes it with 0.999
     coverage: float = 0.999
 
 
