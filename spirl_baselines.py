@@ -27,21 +27,26 @@ h; n steps of a return (20); A actions (18; MsPacman 9); Z atoms (51); G evaluat
 """
 
 import argparse
+import atexit
 import ctypes
 import difflib
 import json
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, get_args
+
+if __name__ == "__main__":
+    os.environ.pop("MPLBACKEND", None)  # a notebook names its own here, which matplotlib may not find; none is needed
 
 import ale_py
 import gymnasium as gym
@@ -75,7 +80,8 @@ class Args:
     threads: int = 0  # CPU threads for PyTorch (0: its default); use 1 if several runs share the machine
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
-    resume: str | None = None  # folder of an unfinished run to continue with its own arguments; no other flags
+    # folder of an unfinished run to continue with its own arguments; of other flags only --device and --threads
+    resume: str | None = None
     compile: bool = False  # torch.compile the loss: the same up to rounding; needs a C++ compiler (Triton on a GPU)
     capture_video: bool = False  # save the reported evaluation's first game (up to 1,000 steps) as videos/policy.gif
 
@@ -140,8 +146,8 @@ COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for
     mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, as van Hasselt et al. (Table 9: 96 x 96 RGB); raw rewards. Seeds
-    go to `reset`. A life loss and a game over both set `terminations`; at a game over `info["lives"] == 0`. The step
-    after a game is ale-py's autoreset, unless a seeded `reset` comes first."""
+    go to `reset`. `terminations` and `truncations` are of games; a lost life shows in `info["lives"]` alone. The step
+    after a game's end ignores its action and resets the game, unless `reset` is called before."""
     size = args.image_size if args.method == "mae-all" else 84
     return gym.make_vec(
         args.env_id,
@@ -159,7 +165,7 @@ def make_envs(args, num_envs):
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
         episodic_life=False,  # it would restart the game at each life loss: the agent would never see a second life
-        life_loss_info=True,  # Table 9: a lost life is terminal; the game goes on
+        life_loss_info=False,  # its flags leave out some lost lives: the learner compares the numbers of lives
         max_num_frames_per_episode=args.max_episode_frames,
     )
 
@@ -350,12 +356,13 @@ def collect_random_frames(args, num_frames):
     over = True
     for i in tqdm(range(num_frames), "collecting frames"):
         if over:
-            observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, num_games))
+            observation, info = env.reset(seed=game_seeds(args.seed, COLLECT, num_games))
             num_games += 1
         frames[i] = torch.from_numpy(observation[0, 0])
         action = rng.integers(env.single_action_space.n, size=1)
-        observation, _, terminated, truncated, _ = env.step(action)
-        over = terminated[0] or truncated[0]  # a lost life terminates too
+        lives = info["lives"][0]
+        observation, _, terminated, truncated, info = env.step(action)
+        over = terminated[0] or truncated[0] or info["lives"][0] < lives
     env.close()
     return frames
 
@@ -395,6 +402,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     path = folder / "checkpoint.pt"
     if resume and path.exists():
         checkpoint = read_checkpoint(path)
+        check_same_run(checkpoint, args, device)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         losses = checkpoint["losses"]
@@ -429,7 +437,13 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss.item())
-        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        state = {
+            "model": mae.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "losses": losses,
+            "args": vars(args),
+            "device": device.type,
+        }
         write_whole(path, torch.save, state)
     progress.close()
     writer.close()
@@ -785,9 +799,9 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
         greedy = q.argmax(1).cpu().numpy()
         random = rng.integers(envs.single_action_space.n, size=len(playing))
         actions[playing] = np.where(rng.random(len(playing)) < epsilon, random, greedy)
-        observation, reward, terminated, truncated, info = envs.step(actions)
+        observation, reward, terminated, truncated, _ = envs.step(actions)
         scores[playing] += reward[playing]
-        over = truncated | (terminated & (info["lives"] == 0))
+        over = terminated | truncated
         progress.update(over[playing].sum())
         playing = playing[~over[playing]]
         step += 1
@@ -880,7 +894,9 @@ def read_checkpoint(path, device="cpu"):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
             return dict(torch.load(path, map_location=device, weights_only=True))
-    except Exception as error:  # a missing, damaged or foreign file can fail in any way
+    except FileNotFoundError:
+        fail(f"there is no file '{path}'; give another")
+    except Exception as error:  # a damaged or foreign file can fail in any way
         fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file")
 
 
@@ -942,21 +958,62 @@ def fail(message):
 
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
-    have their defaults)."""
-    args = tyro.cli(Args)
-    if args.resume is None:
+    have their defaults), and of the command line only --device and --threads."""
+    args = tyro.cli(Args, config=(tyro.conf.DisallowNone,))  # "None" is a name like any other
+    given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
+    if "--resume" not in given:
         return args
-    if sum(word.startswith("--") for word in sys.argv) > 1:
-        fail("--resume uses the run's own arguments; leave out all other flags")
+    if given - {"--resume", "--device", "--threads"}:
+        fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
     run_dir = Path(args.resume)
     try:
-        stored = json.loads((run_dir / "args.json").read_text()) | {"resume": args.resume}
-        stored_args = Args(**stored)
+        stored = Args(**json.loads((run_dir / "args.json").read_text()))
     except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
-        stored_args = None
-    if stored_args is None or (run_dir / "results.json").exists():
+        stored = None
+    if stored is None or (run_dir / "results.json").exists():
         fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    return stored_args
+    stored.resume = args.resume
+    for name in ("device", "threads"):
+        if f"--{name}" in given:
+            setattr(stored, name, getattr(args, name))
+    return stored
+
+
+def check_same_run(checkpoint, args, device):
+    """Exit with one line unless args.json still has the arguments that the run's `checkpoint` was made with. Where a
+    run goes on may change; on another kind of device it says so."""
+    for name, value in checkpoint["args"].items():
+        if name not in ("resume", "device", "threads") and getattr(args, name) != value:
+            fail(f"--resume {args.resume}: {name} was {value}, args.json has {getattr(args, name)}; put it back")
+    if checkpoint["device"] != device.type:
+        print(f"goes on on {device.type}, not {checkpoint['device']}: its digits differ from a run's that never moved")
+
+
+def hold_run(run_dir):
+    """Exit with one line where another process works on this run. Keep the file that is returned: the operating system
+    locks it for this process until that ends, be it by a kill."""
+    file = (run_dir / "args.json").open()
+    if sys.platform != "win32":  # Windows has no fcntl
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"--resume {run_dir}: another process is at work on this run; wait for it, or stop it")
+        except OSError:  # a file system without locks
+            pass
+    return file
+
+
+def stop(*_):
+    """Ctrl-C: say in one line what is lost and how to go on; exit with status 130."""
+    main = globals()
+    at = "before training; pre-training goes on from its last whole epoch"
+    if "step" in main:
+        at = f"at step {main['step']}; the steps after {main['run'].saved_step} are lost"
+    line = f"stopped {at}; go on with: python {sys.argv[0]} --resume {main['run_dir']}"
+    atexit.register(print, line, file=sys.stderr)  # after what the progress bar prints last
+    raise SystemExit(130)
 
 
 # Flags of all three scripts that may be 0, and shares, from 0 to 1.
@@ -967,20 +1024,27 @@ SHARES |= {"priority_exponent", "priority_weight"}
 
 def check_each(args):
     """Exit with one line if any argument is invalid by itself."""
-    for name, value in vars(args).items():
-        if type(value) not in (int, float) or name in ("v_min", "v_max"):
+    for field in fields(Args):
+        value = getattr(args, field.name)
+        flag = f"--{field.name.replace('_', '-')}"
+        allowed = get_args(field.type) or (field.type,)  # values of a Literal, types of int | None, or one type
+        if value not in allowed and type(value) not in allowed:  # tyro checks the command line, not an args.json
+            fail(f"{flag} is {value!r} in args.json; put back what the run began with")
+        if type(value) not in (int, float) or field.name in ("v_min", "v_max"):
             continue
-        limit = 1 if name in SHARES else 2_147_483_647
-        may_be_0 = name in MAY_BE_0 | SHARES
+        limit = 1 if field.name in SHARES else 2_147_483_647
+        may_be_0 = field.name in MAY_BE_0 | SHARES
         if not (0 < value <= limit or (value == 0 and may_be_0)):  # this form also refuses nan
-            fail(
-                f"--{name.replace('_', '-')} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}"
-            )
+            fail(f"{flag} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
         close = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
+    try:
+        f"{args.run_name} {args.resume}".encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        fail("--run-name or --resume has letters that this terminal cannot print; give a name without them")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
         fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
@@ -1027,6 +1091,8 @@ def check_args(args):
         )
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
+    if args.num_atoms < 2:
+        fail(f"--num-atoms {args.num_atoms} must be at least 2")
     if not args.v_min < args.v_max:
         fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
 
@@ -1036,8 +1102,10 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).double().device
-    except Exception:  # absent, or without float64
+        probe = torch.zeros(1, device=name)
+        probe.double().item()
+        return probe.device
+    except Exception:  # absent, without float64, or, as "meta", without values
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -1069,6 +1137,8 @@ if __name__ == "__main__":
     if not args.resume:  # nothing is created before this
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", write_json, vars(args))
+    lock = hold_run(run_dir)
+    signal.signal(signal.SIGINT, stop)
     print(
         f"{args.method}, device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; "
         f"if stopped: --resume {run_dir}"
@@ -1143,15 +1213,19 @@ if __name__ == "__main__":
     resumed = checkpoint_path.exists()
     if resumed:
         checkpoint = read_checkpoint(checkpoint_path, device)
+        check_same_run(checkpoint, args, device)
         online.load_state_dict(checkpoint["online"])
         target.load_state_dict(checkpoint["target"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         vars(replay).update(checkpoint["replay"])
-        generator.set_state(checkpoint["generator"].cpu())
         run = SimpleNamespace(**checkpoint["run"])
-    observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
+        if checkpoint["device"] == device.type:
+            generator.set_state(checkpoint["generator"].cpu())
+        else:  # a CPU's generator cannot go on from a GPU's state
+            generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
+    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
     for action in run.actions:
-        observation, *_ = envs.step(np.array([action]))
+        observation, *_, info = envs.step(np.array([action]))
     if resumed and not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
         fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
     writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # drops what was logged after the checkpoint
@@ -1178,6 +1252,8 @@ if __name__ == "__main__":
                 "replay": vars(replay),
                 "generator": generator.get_state(),
                 "run": vars(run),
+                "args": vars(args),
+                "device": device.type,
                 "observation": torch.from_numpy(observation),
             }
             write_whole(checkpoint_path, torch.save, checkpoint)
@@ -1229,16 +1305,16 @@ if __name__ == "__main__":
                 action = int(online.q_values(*state).argmax())
 
         # Step.
+        lives = info["lives"][0]
         observation, reward, terminated, truncated, info = envs.step(np.array([action]))
-        life_ended = bool(terminated[0])
-        game_truncated = bool(truncated[0])
-        game_ended = game_truncated or (life_ended and info["lives"][0] == 0)
+        life_ended = bool(terminated[0] or info["lives"][0] < lives)  # Table 9: a lost life is terminal
+        game_ended = bool(terminated[0] or truncated[0])
         run.score += float(reward[0])
         run.actions.append(action)
 
         # Store, and begin the next game where one has ended.
         replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
-        if game_truncated and not life_ended:  # truncated, not ended: bootstrap from its last frame
+        if game_ended and not life_ended:  # cut off, no life lost: bootstrap from its last frame
             replay.append(*preprocess(observation[:, 0]), starts=False)
             replay.truncate()
         if game_ended:
@@ -1248,7 +1324,7 @@ if __name__ == "__main__":
             run.score = 0.0
             run.actions = []
             # In place of the autoreset.
-            observation, _ = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
+            observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
         replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
         # Learn.

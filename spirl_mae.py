@@ -22,20 +22,26 @@ K patches that were selected; M neighbourhoods; T tokens; D width of a layer (64
 """
 
 import argparse
+import atexit
 import ctypes
 import difflib
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
+
+if __name__ == "__main__":
+    os.environ.pop("MPLBACKEND", None)  # a notebook names its own here, which matplotlib may not find; none is needed
 
 import ale_py
 import gymnasium as gym
@@ -64,7 +70,8 @@ class Args:
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
     threads: int = 0  # CPU threads for PyTorch (0: its default); use 1 if several runs share the machine
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
-    resume: str | None = None  # folder of an unfinished run to continue with its own arguments; no other flags
+    # folder of an unfinished run to continue with its own arguments; of other flags only --device and --threads
+    resume: str | None = None
 
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
@@ -114,8 +121,8 @@ COLLECT, PRETRAIN, PLAY, ACT, LEARN, EVALUATE = range(6)
 
 def make_envs(args, num_envs):
     """`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw
-    rewards. Seeds go to `reset`. A life loss and a game over both set `terminations`; at a game over
-    `info["lives"] == 0`. The step after a game is ale-py's autoreset, unless a seeded `reset` comes first."""
+    rewards. Seeds go to `reset`. `terminations` and `truncations` are of games; a lost life shows in `info["lives"]`
+    alone. The step after a game's end ignores its action and resets the game, unless `reset` is called before."""
     return gym.make_vec(
         args.env_id,
         num_envs,
@@ -132,7 +139,7 @@ def make_envs(args, num_envs):
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
         reward_clipping=False,  # the learner clips; the score stays raw
         episodic_life=False,  # it would restart the game at each life loss: the agent would never see a second life
-        life_loss_info=True,  # Table 9: a lost life is terminal; the game goes on
+        life_loss_info=False,  # its flags leave out some lost lives: the learner compares the numbers of lives
         max_num_frames_per_episode=args.max_episode_frames,
     )
 
@@ -323,12 +330,13 @@ def collect_random_frames(args, num_frames):
     over = True
     for i in tqdm(range(num_frames), "collecting frames"):
         if over:
-            observation, _ = env.reset(seed=game_seeds(args.seed, COLLECT, num_games))
+            observation, info = env.reset(seed=game_seeds(args.seed, COLLECT, num_games))
             num_games += 1
         frames[i] = torch.from_numpy(observation[0, 0])
         action = rng.integers(env.single_action_space.n, size=1)
-        observation, _, terminated, truncated, _ = env.step(action)
-        over = terminated[0] or truncated[0]  # a lost life terminates too
+        lives = info["lives"][0]
+        observation, _, terminated, truncated, info = env.step(action)
+        over = terminated[0] or truncated[0] or info["lives"][0] < lives
     env.close()
     return frames
 
@@ -368,6 +376,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     path = folder / "checkpoint.pt"
     if resume and path.exists():
         checkpoint = read_checkpoint(path)
+        check_same_run(checkpoint, args, device)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         losses = checkpoint["losses"]
@@ -402,7 +411,13 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss.item())
-        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        state = {
+            "model": mae.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "losses": losses,
+            "args": vars(args),
+            "device": device.type,
+        }
         write_whole(path, torch.save, state)
     progress.close()
     writer.close()
@@ -736,7 +751,9 @@ def read_checkpoint(path, device="cpu"):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
             return dict(torch.load(path, map_location=device, weights_only=True))
-    except Exception as error:  # a missing, damaged or foreign file can fail in any way
+    except FileNotFoundError:
+        fail(f"there is no file '{path}'; give another")
+    except Exception as error:  # a damaged or foreign file can fail in any way
         fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file")
 
 
@@ -798,21 +815,62 @@ def fail(message):
 
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
-    have their defaults)."""
-    args = tyro.cli(Args)
-    if args.resume is None:
+    have their defaults), and of the command line only --device and --threads."""
+    args = tyro.cli(Args, config=(tyro.conf.DisallowNone,))  # "None" is a name like any other
+    given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
+    if "--resume" not in given:
         return args
-    if sum(word.startswith("--") for word in sys.argv) > 1:
-        fail("--resume uses the run's own arguments; leave out all other flags")
+    if given - {"--resume", "--device", "--threads"}:
+        fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
     run_dir = Path(args.resume)
     try:
-        stored = json.loads((run_dir / "args.json").read_text()) | {"resume": args.resume}
-        stored_args = Args(**stored)
+        stored = Args(**json.loads((run_dir / "args.json").read_text()))
     except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
-        stored_args = None
-    if stored_args is None or (run_dir / "results.json").exists():
+        stored = None
+    if stored is None or (run_dir / "results.json").exists():
         fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    return stored_args
+    stored.resume = args.resume
+    for name in ("device", "threads"):
+        if f"--{name}" in given:
+            setattr(stored, name, getattr(args, name))
+    return stored
+
+
+def check_same_run(checkpoint, args, device):
+    """Exit with one line unless args.json still has the arguments that the run's `checkpoint` was made with. Where a
+    run goes on may change; on another kind of device it says so."""
+    for name, value in checkpoint["args"].items():
+        if name not in ("resume", "device", "threads") and getattr(args, name) != value:
+            fail(f"--resume {args.resume}: {name} was {value}, args.json has {getattr(args, name)}; put it back")
+    if checkpoint["device"] != device.type:
+        print(f"goes on on {device.type}, not {checkpoint['device']}: its digits differ from a run's that never moved")
+
+
+def hold_run(run_dir):
+    """Exit with one line where another process works on this run. Keep the file that is returned: the operating system
+    locks it for this process until that ends, be it by a kill."""
+    file = (run_dir / "args.json").open()
+    if sys.platform != "win32":  # Windows has no fcntl
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"--resume {run_dir}: another process is at work on this run; wait for it, or stop it")
+        except OSError:  # a file system without locks
+            pass
+    return file
+
+
+def stop(*_):
+    """Ctrl-C: say in one line what is lost and how to go on; exit with status 130."""
+    main = globals()
+    at = "before training; pre-training goes on from its last whole epoch"
+    if "step" in main:
+        at = f"at step {main['step']}; the steps after {main['run'].saved_step} are lost"
+    line = f"stopped {at}; go on with: python {sys.argv[0]} --resume {main['run_dir']}"
+    atexit.register(print, line, file=sys.stderr)  # after what the progress bar prints last
+    raise SystemExit(130)
 
 
 # Flags of all three scripts that may be 0, and shares, from 0 to 1.
@@ -823,20 +881,27 @@ SHARES |= {"priority_exponent", "priority_weight"}
 
 def check_each(args):
     """Exit with one line if any argument is invalid by itself."""
-    for name, value in vars(args).items():
-        if type(value) not in (int, float) or name in ("v_min", "v_max"):
+    for field in fields(Args):
+        value = getattr(args, field.name)
+        flag = f"--{field.name.replace('_', '-')}"
+        allowed = get_args(field.type) or (field.type,)  # values of a Literal, types of int | None, or one type
+        if value not in allowed and type(value) not in allowed:  # tyro checks the command line, not an args.json
+            fail(f"{flag} is {value!r} in args.json; put back what the run began with")
+        if type(value) not in (int, float) or field.name in ("v_min", "v_max"):
             continue
-        limit = 1 if name in SHARES else 2_147_483_647
-        may_be_0 = name in MAY_BE_0 | SHARES
+        limit = 1 if field.name in SHARES else 2_147_483_647
+        may_be_0 = field.name in MAY_BE_0 | SHARES
         if not (0 < value <= limit or (value == 0 and may_be_0)):  # this form also refuses nan
-            fail(
-                f"--{name.replace('_', '-')} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}"
-            )
+            fail(f"{flag} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
         close = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
         fail(f"--env-id {args.env_id} is not an Atari game of ale-py; the closest names are {', '.join(close)}")
+    try:
+        f"{args.run_name} {args.resume}".encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        fail("--run-name or --resume has letters that this terminal cannot print; give a name without them")
     if args.run_name and not args.resume and Path("runs", args.run_name).exists():
         fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
@@ -877,8 +942,10 @@ def pick_device(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=name).double().device
-    except Exception:  # absent, or without float64
+        probe = torch.zeros(1, device=name)
+        probe.double().item()
+        return probe.device
+    except Exception:  # absent, without float64, or, as "meta", without values
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -900,6 +967,8 @@ if __name__ == "__main__":
     if not args.resume:  # nothing is created before this
         run_dir.mkdir(parents=True)
         write_whole(run_dir / "args.json", write_json, vars(args))
+    lock = hold_run(run_dir)
+    signal.signal(signal.SIGINT, stop)
     print(f"device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; if stopped: --resume {run_dir}")
     print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")
 

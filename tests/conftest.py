@@ -1,8 +1,11 @@
 """What the tests share: the scripts' folder on the path, frames of real games, trained MAEs, and whole runs of the
 scripts, in this process or in the background."""
 
+import gc
+import io
 import json
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,11 +70,15 @@ def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
     """The script's `__main__` in this process: its variables after the run."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
-    threads = torch.get_num_threads()
+    threads, interrupt = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
     try:
         return runpy.run_path(str(ROOT / script), run_name="__main__")
     finally:
         torch.set_num_threads(threads)
+        signal.signal(signal.SIGINT, interrupt)
+        for file in gc.get_objects():  # the run's lock, which its process would hold to its end
+            if isinstance(file, io.TextIOWrapper) and str(file.name).endswith("args.json"):
+                file.close()
 
 
 def scalars(path):

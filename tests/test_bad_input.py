@@ -1,13 +1,16 @@
 """Bad input, to all three scripts: one line that names the flag, what is wrong and what would work; exit status 2."""
 
 import dataclasses
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_here
+from conftest import ROOT, run_here
 
 import spirl_baselines
 import spirl_mae
@@ -26,20 +29,26 @@ COMMON = [
     (["--resume", "nowhere", "--seed", "2"], "--resume uses the run's own arguments"),
     (["--resume", "damaged"], "--resume damaged is not the folder of an unfinished run"),
     (["--resume", "null"], "--resume null is not the folder of an unfinished run"),
+    (["--resume", "None"], "--resume None is not the folder of an unfinished run"),
+    (["--resume", ""], "--resume  is not the folder of an unfinished run"),
+    (["--resume", "edited"], "--seed is '1' in args.json; put back what the run began with"),
+    (["--device", "meta"], "--device meta is not available; give auto, cpu"),
+    (["--run-name", "\udcff"], "--run-name or --resume has letters that this terminal cannot print"),
 ]
 OF_MAE = [
     (["--image-size", "100"], "--image-size 100 must be --patch-size 8 times"),
     (["--image-size", "16"], "--image-size 16 must be --patch-size 8 times a whole number of at least 3"),
     (["--encoder-heads", "5"], "--encoder-dim 64 must be a multiple of --encoder-heads 5"),
     (["--decoder-dim", "66", "--decoder-heads", "2"], "--decoder-dim 66 must be a multiple of --decoder-heads 2"),
-    (["--mae-checkpoint", ""], " cannot be read as a checkpoint"),
+    (["--mae-checkpoint", ""], "there is no file ''; give another"),
+    (["--mae-checkpoint", "None"], "there is no file 'None'; give another"),
     (["--mae-checkpoint", "."], ". cannot be read as a checkpoint .IsADirectoryError"),
     (["--mae-mask-ratio", "1"], "--mae-mask-ratio 1.0 \\+- --mae-mask-spread 0.0 must be from 0 to below 0.993"),
     (["--mae-mask-spread", "0.25"], "--mae-mask-ratio 0.75 .*-spread 0.25 must be from 0 to below"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio 0.3 .*-spread 0.4 must"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-batch-size", "6000"], "--mae-frames .*must be at least --mae-batch-size 6000"),
-    (["--mae-checkpoint", "nowhere.pt"], "nowhere.pt cannot be read as a checkpoint .FileNotFoundError"),
+    (["--mae-checkpoint", "nowhere.pt"], "there is no file 'nowhere.pt'; give another"),
     (["--mae-checkpoint", "empty.pt"], "empty.pt cannot be read as a checkpoint .*; give another file$"),
     (["--mae-checkpoint", "cut.pt"], "cut.pt cannot be read as a checkpoint .*; give another file$"),
     (["--mae-checkpoint", "random.pt"], "random.pt cannot be read as a checkpoint .*; give another file$"),
@@ -55,6 +64,7 @@ OF_AGENT = [
     (["--learning-starts", "10"], "--learning-starts 10 must be above --n-step"),
     (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be .* at most 1500"),
     (["--buffer-size", "30"], "--buffer-size 30 must be at least --batch-size"),
+    (["--num-atoms", "1"], "--num-atoms 1 must be at least 2"),
     (["--v-min", "10"], "--v-min 10.0 must be below --v-max 10.0"),
 ]
 ROWS = [(script, *row) for script in SCRIPTS for row in COMMON]
@@ -86,6 +96,8 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
     (tmp_path / "runs/taken").mkdir(parents=True)
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/args.json").write_text('{"seed": 1')
+    (tmp_path / "edited").mkdir()
+    (tmp_path / "edited/args.json").write_text('{"seed": "1"}')
     (tmp_path / "null").mkdir()
     (tmp_path / "null/args.json").write_text("null")
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
@@ -108,6 +120,20 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
         assert set(tmp_path.rglob("*")) == before
 
 
+def test_a_name_that_the_terminal_cannot_print(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "spirl_mae.py", "--run-name", "été"], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 2 and done.stderr.startswith("error: --run-name or --resume has letters")
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_notebooks_plotting_backend_is_no_obstacle(script):
+    done = subprocess.run([sys.executable, ROOT / script, "--help"], text=True, capture_output=True,
+                          env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"})
+    assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_tyro_says_itself(tmp_path, monkeypatch, capsys, script):
     with pytest.raises(SystemExit) as stop:
@@ -126,7 +152,8 @@ def test_every_number_is_checked(script, capsys):
         if field.type not in (int, float, int | None, float | None) or field.name in ("v_min", "v_max"):
             continue
         values = [10**30] if field.type in (int, int | None) else [float("nan"), float("inf"), -float("inf")]
-        values += [-1, 0] if field.name not in zero_works else [-1]
+        one = 1 if field.type in (int, int | None) else 1.0
+        values += [-one, 0 * one] if field.name not in zero_works else [-one]
         values += [1.5] if field.name in shares else []
         for value in values:
             with pytest.raises(SystemExit) as stop:
@@ -136,5 +163,5 @@ def test_every_number_is_checked(script, capsys):
             assert err.startswith(f"error: --{field.name.replace('_', '-')} is {value}; give "), err
             tried += 1
         if field.name in zero_works:
-            module.check_each(module.Args(**{field.name: 0}))
+            module.check_each(module.Args(**{field.name: 0 if field.type in (int, int | None) else 0.0}))
     assert tried > (40 if script == "spirl_mae.py" else 80)

@@ -12,7 +12,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 
 # Names defined in more than one script, with the same source in each.
 SHARED = {
-    "fail", "parse_args", "MAY_BE_0", "SHARES", "check_each", "pick_device", "COLLECT", "PRETRAIN", "PLAY", "ACT",
+    "fail", "parse_args", "check_same_run", "hold_run", "stop", "MAY_BE_0", "SHARES", "check_each", "pick_device", "COLLECT", "PRETRAIN", "PLAY", "ACT",
     "LEARN", "EVALUATE", "game_seeds", "sincos_positions", "Block", "normalize_patches", "initialize", "MaskedAutoencoder",
     "PAPER_MAE_FRAMES", "HELD_OUT_FRAMES", "collect_random_frames", "warmup_cosine", "pretrain_mae",
     "surrounding_patches", "rebuild_from_surroundings", "reconstruction_error_map", "ErrorMapCache",
@@ -76,8 +76,8 @@ ONLY_BASELINES = {
 # The same for make_envs: the lines of the scripts that only ever see RGB, and those of spirl_baselines.py.
 ONLY_RGB = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 RGB observations (num_envs, 1, H, W, 3), raw',
-    "rewards. Seeds go to `reset`. A life loss and a game over both set `terminations`; at a game over",
-    '`info["lives"] == 0`. The step after a game is ale-py\'s autoreset, unless a seeded `reset` comes first."""',
+    'rewards. Seeds go to `reset`. `terminations` and `truncations` are of games; a lost life shows in `info["lives"]`',
+    'alone. The step after a game\'s end ignores its action and resets the game, unless `reset` is called before."""',
     'img_height=args.image_size,',
     'img_width=args.image_size,',
     'grayscale=False,',
@@ -85,8 +85,8 @@ ONLY_RGB = {
 ONLY_GREY = {
     '"""`num_envs` Atari games (Table 9) as one vector environment: uint8 observations, RGB (num_envs, 1, H, W, 3) for',
     'mae-all, grey (num_envs, 1, 84, 84) for DE-Rainbow, as van Hasselt et al. (Table 9: 96 x 96 RGB); raw rewards. Seeds',
-    'go to `reset`. A life loss and a game over both set `terminations`; at a game over `info["lives"] == 0`. The step',
-    'after a game is ale-py\'s autoreset, unless a seeded `reset` comes first."""',
+    'go to `reset`. `terminations` and `truncations` are of games; a lost life shows in `info["lives"]` alone. The step',
+    'after a game\'s end ignores its action and resets the game, unless `reset` is called before."""',
     'size = args.image_size if args.method == "mae-all" else 84',
     'img_height=size,',
     'img_width=size,',

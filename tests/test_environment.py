@@ -99,15 +99,19 @@ def test_a_game_that_waits_for_fire_is_started():
         assert any((step[0] != steps[0][0]).any() for step in steps) == moves
 
 
-@pytest.mark.parametrize("game", ["Frostbite", "Seaquest", "MsPacman", "BattleZone"])
-def test_a_life_loss_ends_the_return_while_the_game_goes_on(game):
+@pytest.mark.parametrize("game", ["Frostbite", "Seaquest", "MsPacman", "BattleZone", "Frogger", "Turmoil"])
+def test_a_life_loss_shows_in_the_lives_and_the_flags_are_of_games(game):
+    """Frogger and Turmoil play on after a loss to none; ale-py's own flags of lost lives leave that one out."""
     env = make(game)
     steps = play(env, 3, random_actions(1200, int(env.single_action_space.n)))
-    over = next(i for i, step in enumerate(steps) if step[2] and step[4] == 0)
+    over = next(i for i, step in enumerate(steps) if step[2])
     game_lives = [step[4] for step in steps[: over + 1]]
     losses = [i for i in range(1, over + 1) if game_lives[i] < game_lives[i - 1]]
     assert len(losses) == game_lives[0] >= 3  # several lives were played, one after the other
-    assert [i for i in range(over + 1) if steps[i][2]] == losses  # each loss is a termination, nothing else is
+    assert (losses[-1] < over) == (game in ("Frogger", "Turmoil")) and not any(step[3] for step in steps[: over + 1])
+    flagged = [step[2] for step in play(changed(game, life_loss_info=True), 3, random_actions(
+        1200, int(env.single_action_space.n)))]
+    assert flagged[losses[-1]] == (losses[-1] == over) and all(flagged[loss] for loss in losses[:-1])
     assert np.diff([step[5] for step in steps[: over + 1]]).min() > 0  # and the game's clock goes on
     assert steps[over + 1][5] < steps[over][5] and steps[over + 1][1] == 0  # only now a new one, by a step of no reward
 
@@ -119,6 +123,16 @@ def test_a_cut_off_game_is_truncated_and_not_terminated():
     assert not any(step[2] for step in steps[: end + 1]) and steps[end][4] == 5  # no life was lost
     assert spirl.Args().max_episode_frames == 108_000
     assert make("BattleZone").spec.kwargs["max_num_frames_per_episode"] == 108_000
+
+
+def test_a_life_lost_in_the_step_that_is_cut_off_is_both():
+    """Ms. Pac-Man loses a life at the first of these; the game is over there, however long its limit."""
+    actions = random_actions(400, 9)
+    lives = [step[4] for step in play(make("MsPacman"), 3, actions)]
+    loss = next(i for i in range(1, 400) if lives[i] < lives[i - 1])
+    for limit in (4 * loss - 3, 4 * loss):  # the step's first frame is its last one, or its fourth
+        *_, terminated, truncated, left, _ = play(make("MsPacman", max_episode_frames=limit), 3, actions)[loss]
+        assert truncated and not terminated and left in (lives[loss], lives[loss] + 1)
 
 
 def test_seeds_decide_the_game_and_differ_by_purpose():
@@ -181,9 +195,9 @@ def oracle_game(policy, seed, args):
     while True:
         stack, counts = stack[1:] + [read_pixels(observation[:, 0])[0]], counts[1:] + [1]
         q = policy.q_values(torch.stack(stack, 1), torch.tensor([counts]))
-        observation, reward, terminated, truncated, info = env.step(q.argmax(1).numpy())
+        observation, reward, terminated, *_ = env.step(q.argmax(1).numpy())
         score, length = score + int(reward[0]), length + 1
-        if (terminated[0] and info["lives"][0] == 0) or truncated[0]:
+        if terminated[0] or 4 * length >= args.max_episode_frames:
             return score, length
 
 
@@ -213,3 +227,17 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
     assert torch.equal(stack[0, 3], read_pixels(frame[None])[0][0])
     rng = np.random.default_rng(0)
     assert spirl.evaluate(policy, read_pixels, envs, seeds, 4, 1.0, rng)[0] != scores
+
+
+def test_a_game_is_scored_to_the_step_that_cuts_it_off_though_it_loses_a_life_there():
+    env, rng = make("MsPacman"), np.random.default_rng(0)
+    _, info = env.reset(seed=np.array([3]))
+    score, length, lives = 0, 0, info["lives"][0]
+    while info["lives"][0] == lives:
+        action = rng.integers(9, size=1)
+        rng.random(1)  # evaluate draws whether the action is random
+        _, reward, _, _, info = env.step(action)
+        score, length = score + float(reward[0]), length + 1
+    envs = make("MsPacman", max_episode_frames=4 * length)
+    scores, recording = spirl.evaluate(FirstPixels(9), read_pixels, envs, np.array([3]), 4, 1.0, np.random.default_rng(0))
+    assert scores == [score] and len(recording) == length

@@ -76,40 +76,46 @@ assert all(inside) and len(heap()) == length, (inside, length, len(heap()))
 def oracle_slots(args, steps):
     """What the replay must hold after `steps` random steps, a dict a slot, and (step, raw score) of each game.
 
-    A life loss ends the return and starts a stack, but the game goes on; a cut-off game's last frame has a slot
-    without an action; the step of the automatic reset is neither played nor counted; rewards are clipped.
+    A life loss ends the return and starts a stack, but the game goes on, until it says that it is over or its frames
+    are counted out; a cut-off game's last frame has a slot without an action, but where a life is lost just there; the
+    step of the automatic reset is neither played nor counted; rewards are clipped.
     """
     envs = spirl.make_envs(args, 1)
     actions = np.random.default_rng([args.seed, spirl.ACT]).integers(envs.single_action_space.n, size=steps)
-    slots, games, score, starts = [], [], 0.0, True
-    observation, _ = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
+    slots, games, score, starts, length = [], [], 0.0, True, 0
+    observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
     for step, action in enumerate(actions.tolist()):
-        frame = observation[0, 0]
-        observation, reward, terminated, truncated, info = envs.step(np.array([action]))
-        life_lost = bool(terminated[0])
+        frame, lives, length = observation[0, 0], info["lives"][0], length + 1
+        observation, reward, terminated, _, info = envs.step(np.array([action]))
+        life_lost = bool(terminated[0]) or bool(info["lives"][0] < lives)
         slots.append({"frame": frame, "starts": starts, "action": action, "ended": life_lost,
                       "reward": max(-1.0, min(1.0, float(reward[0])))})
         score, starts = score + float(reward[0]), life_lost
-        if truncated[0] or (life_lost and info["lives"][0] == 0):
+        if terminated[0] or 4 * length >= args.max_episode_frames:
             if not life_lost:
                 slots.append({"frame": observation[0, 0], "starts": False, "action": -1, "ended": False, "reward": 0.0})
             games.append((step, score))
-            score, starts = 0.0, True
-            observation, _ = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, len(games)))
+            score, starts, length = 0.0, True, 0
+            observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, len(games)))
     slots.append({"frame": observation[0, 0], "starts": starts, "action": -1, "ended": False, "reward": 0.0})
     return slots, games
 
 
-@pytest.mark.parametrize("max_frames, cut_off, steps", [(3000, False, 700), (900, True, 680)])
-def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, max_frames, cut_off, steps):
-    end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/MsPacman-v5", "--total-timesteps", steps + 1,
+@pytest.mark.parametrize("game, max_frames, cut_off, steps", [
+    ("MsPacman", 3000, False, 700),
+    ("MsPacman", 900, True, 680),
+    ("MsPacman", 708, False, 300),  # a life is lost in the very step that is cut off
+    ("Frogger", 3000, False, 400),  # plays on after its last life
+])
+def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, game, max_frames, cut_off, steps):
+    end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", f"ALE/{game}-v5", "--max-ratio", "0.3", "--total-timesteps", steps + 1,
                    "--learning-starts", steps, "--buffer-size", 800, "--max-episode-frames", max_frames,
                    "--eval-episodes", 1, "--image-size", 32, "--run-name", "here")
-    args = spirl.Args(env_id="ALE/MsPacman-v5", image_size=32, max_episode_frames=max_frames)
+    args = spirl.Args(env_id=f"ALE/{game}-v5", image_size=32, max_episode_frames=max_frames)
     slots, games = oracle_slots(args, steps)
     assert end["run"].training_scores[: len(games)] == games and len(games) >= 1
     assert any(slot["action"] < 0 for slot in slots[:-1]) == cut_off
-    assert sum(slot["ended"] for slot in slots) >= 3 and max(slot["reward"] for slot in slots) == 1.0
+    assert sum(slot["ended"] for slot in slots) >= (1 if max_frames == 708 else 3) and max(slot["reward"] for slot in slots) == 1.0
     replay, known = end["replay"], len(slots) - 1  # the last one has got its action by now
     for name, field in (("action", "actions"), ("ended", "ended"), ("reward", "rewards")):
         assert getattr(replay, field)[:known].tolist() == [slot[name] for slot in slots[:known]], name

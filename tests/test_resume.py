@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -176,6 +177,14 @@ def test_a_baseline_goes_on_only_where_its_game_comes_back(tmp_path, whole, kill
     assert content["run"]["saved_step"] == 160  # in the middle of the second game:
     assert len(content["run"]["actions"]) == 60
     torch.save({**content, "observation": content["observation"] + 1}, path / "checkpoint.pt")  # another picture
+    arguments = json.loads((path / "args.json").read_text())
+    for name, value, was in (("num_atoms", 41, 51), ("total_timesteps", 155, 170)):
+        (path / "args.json").write_text(json.dumps({**arguments, name: value}))
+        with pytest.raises(SystemExit) as stop:
+            run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+        assert stop.value.code == 2
+        assert f": {name} was {was}, args.json has {value}; put it back\n" in capsys.readouterr().err
+    (path / "args.json").write_text(json.dumps(arguments))
     for message in ("the replayed game differs at step 160", "checkpoint.pt cannot be read as a checkpoint"):
         with pytest.raises(SystemExit) as stop:
             run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
@@ -183,6 +192,61 @@ def test_a_baseline_goes_on_only_where_its_game_comes_back(tmp_path, whole, kill
         (path / "checkpoint.pt").write_bytes((path / "checkpoint.pt").read_bytes()[:1000])
     torch.save(content, path / "checkpoint.pt")
     run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+    same_end(whole[1], path)
+
+
+def test_a_run_begun_on_a_gpu_goes_on_without_one(tmp_path, killed_baseline, monkeypatch, capsys):
+    path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
+    content = torch.load(path / "checkpoint.pt", weights_only=True)
+    state = torch.arange(16, dtype=torch.uint8)  # seed and offset, 8 bytes each: what a CUDA generator's state is
+    torch.save({**content, "device": "cuda", "generator": state}, path / "checkpoint.pt")
+    arguments = json.loads((path / "args.json").read_text())
+    (path / "args.json").write_text(json.dumps({**arguments, "device": "cuda:0"}))
+    end = run_here(tmp_path, monkeypatch, "--resume", path, "--device", "cpu", "--threads", "2", script=DE_RAINBOW_P[0])
+    out = capsys.readouterr().out
+    assert "device cpu, 2 CPU threads" in out and out.count("goes on on cpu, not cuda: its digits differ") == 1
+    results = json.loads((path / "results.json").read_text())
+    assert results["device"] == "cpu" and results["updates"] == end["run"].updates == 50
+    with pytest.raises(SystemExit) as stop:
+        run_here(tmp_path, monkeypatch, "--resume", killed_baseline, "--seed", "2", script=DE_RAINBOW_P[0])
+    assert stop.value.code == 2 and "all other flags but --device and --threads" in capsys.readouterr().err
+
+
+def test_a_run_is_gone_on_with_once_at_a_time(tmp_path, killed_baseline, monkeypatch, capsys):
+    """The lock is the system's, on an open file: a killed holder leaves none behind, as the runs above show."""
+    path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    holder = spirl_mae.hold_run(path)
+    with pytest.raises(SystemExit) as stop:
+        run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and err == f"error: --resume {path}: another process is at work on this run; wait for " \
+        "it, or stop it\n" and out == ""
+    assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    holder.close()
+    spirl_mae.hold_run(path).close()
+
+
+@in_background
+def interrupted(folder):
+    """What a run prints that gets Ctrl-C in its first game, and its folder once it has gone on to the end."""
+    process = subprocess.Popen([sys.executable, ROOT / DE_RAINBOW_P[0], *DE_RAINBOW_P[1:], "--run-name", "stopped"],
+                               cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (folder / "runs/stopped/checkpoint.pt").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate()[1]
+    done = run(folder, "--resume", "runs/stopped", script=DE_RAINBOW_P[0])
+    assert done.returncode == 0, done.stderr[-2000:]
+    return process.returncode, err, folder / "runs/stopped"
+
+
+def test_ctrl_c_names_the_way_back(whole, interrupted):
+    status, err, path = interrupted
+    last = err.splitlines()[-1]
+    assert status == 130 and "Traceback" not in err
+    assert re.fullmatch(r"stopped at step \d+; the steps after \d+ are lost; go on with: python .*spirl_baselines.py "
+                        r"--resume runs/stopped", last), last
     same_end(whole[1], path)
 
 
