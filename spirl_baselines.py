@@ -19,11 +19,23 @@ New here, compared with spirl_rainbow.py: `DataEfficientCNN`, `prepare_pixels`, 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 replay, 5 agent, 6 evaluation, 7 files and the command
 line, 8 main.
 
-Shape letters, with their values at the paper's sizes: B batch (32); H, W height and width of a frame (96; 84 for
-DE-Rainbow); N patches of a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is
-given (36 in pre-training, then all); K patches that were selected, L with padding (here both are all 144); S frames
-stacked (4); T tokens; D width of a layer (encoder 64, decoder 128, agent 32); h its attention heads (4, 8, 8); d = D /
-h; n steps of a return (20); A actions (18; MsPacman 9); Z atoms (51); G evaluation games (50).
+Shape letters, with their values at the paper's sizes:
+    B     batch (32)
+    H, W  height and width of a frame (96; 84 for DE-Rainbow)
+    N     patches of a frame (144)
+    C     values of a patch (192 = 8 x 8 x 3)
+    V     visible patches, which the encoder is given (36 in pre-training, then all 144)
+    K     patches of a frame that were selected (all 144)
+    L     the same with padding (144)
+    S     frames stacked (4)
+    T     tokens
+    D     width of a layer (encoder 64, decoder 128, agent 32)
+    h     attention heads of a layer (4, 8, 8)
+    d     width of a head, D / h
+    n     steps of a return (20)
+    A     actions (18; MsPacman 9)
+    Z     atoms of a return's distribution (51)
+    G     evaluation games (50)
 """
 
 import argparse
@@ -37,13 +49,15 @@ import shutil
 import signal
 import sys
 import time
+import zlib
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, make_dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, get_args
+from typing import Literal
 
 if __name__ == "__main__":
     os.environ.pop("MPLBACKEND", None)  # a notebook names its own here, which matplotlib may not find; none is needed
@@ -64,11 +78,10 @@ gym.register_envs(ale_py)
 
 
 # --------------------------------------------------------------------------------------------------------- 1. Arguments
+# A field is a flag of the command line, and the comment beside or above it is what --help says of it.
 @dataclass
-class Args:
-    """The baselines of SPIRL: Data-Efficient Rainbow, DE-Rainbow-P and MAE-All."""
-
-    # Each field is a flag, and the comment beside or above it the flag's help.
+class RunArgs:
+    """What to run, and where."""
 
     # de-rainbow: a small CNN on grey frames. de-rainbow-p: the same, but the random steps are --mae-frames, not
     # --learning-starts, and --total-timesteps changes by the difference, so that as many updates follow (Table 12: 5K
@@ -76,24 +89,28 @@ class Args:
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
-    device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
-    threads: int = 0  # CPU threads for PyTorch (0: its default); use 1 if several runs share the machine
+    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
-    checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
     # folder of an unfinished run to continue with its own arguments; of other flags only --device and --threads
     resume: str | None = None
-    compile: bool = False  # torch.compile the loss: the same up to rounding; needs a C++ compiler (Triton on a GPU)
+    device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
+    threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
+    checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
     capture_video: bool = False  # save the reported evaluation's first game (up to 1,000 steps) as videos/policy.gif
+    compile: bool = False  # torch.compile the loss: the same up to rounding; needs a C++ compiler (Triton on a GPU)
 
-    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
-    mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
+
+@dataclass
+class PretrainingArgs:
+    """How the auto-encoder is made, unless --mae-checkpoint names one."""
+
+    mae_frames: int | None = None  # frames of random play; if not given, 5,000 for Frostbite, else 50,000 (Table 6)
     mae_epochs: int = 50  # passes over those frames, the first tenth with learning-rate warm-up (Table 5)
     mae_batch_size: int = 64  # frames per pre-training step (Table 5)
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
     mae_mask_spread: float = 0.0  # ours: each batch's mask ratio varies at random by up to this (0.21: 54 to 96 %)
-    mae_amp: bool = False  # ours: pre-train under bfloat16 autocast; slow on a CPU without native bfloat16
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
     encoder_dim: int = 64  # width of the encoder and of a patch's embedding (Table 4)
@@ -102,15 +119,25 @@ class Args:
     decoder_dim: int = 128  # width of the decoder (Table 4)
     decoder_depth: int = 3  # Transformer layers of the decoder (Table 4)
     decoder_heads: int = 8  # attention heads of the decoder (Table 4)
+
+
+@dataclass
+class AgentArgs:
+    """What the agent is made of."""
+
     agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
     agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
-
     frame_stack: int = 4  # last frames that the agent sees together (Table 9)
     hidden_size: int = 256  # hidden units of the value and of the advantage stream (Table 10)
     num_atoms: int = 51  # atoms of the return distribution (Rainbow, Hessel et al. 2018, Table 1)
     v_min: float = -10.0  # smallest return of the distribution (Rainbow, Table 1)
     v_max: float = 10.0  # largest return of the distribution (Rainbow, Table 1)
     noisy_std: float = 0.5  # sigma_0 of the noisy layers (Rainbow, Table 1)
+
+
+@dataclass
+class TrainingArgs:
+    """How the agent learns, and how it is evaluated."""
 
     total_timesteps: int = 100_000  # agent steps, of four game frames each (Table 12: 100K; Table 10: 400K)
     learning_starts: int = 1600  # uniformly random steps before the first update (Table 10)
@@ -131,6 +158,11 @@ class Args:
     # 0: one evaluation, of the final weights
     eval_frequency: int = 0
     eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
+
+
+@dataclass
+class Args(RunArgs, PretrainingArgs, AgentArgs, TrainingArgs):
+    """The baselines of SPIRL: Data-Efficient Rainbow, DE-Rainbow-P and MAE-All."""
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
@@ -179,6 +211,10 @@ def game_seeds(seed, *purpose, num=1):
 
 
 # -------------------------------------------------------------------------------------------- 3. Model and pre-training
+# The same text as in spirl_mae.py, but for `embed_all_patches`: whoever has read it there may go on with section 4,
+# which with section 5 is as in spirl_rainbow.py, but for `DataEfficientCNN` and `prepare_pixels`.
+
+
 def sincos_positions(dim, side):
     """Fixed 2-D sine-cosine positions (1 + side**2, dim), dim a multiple of 4: zeros for [cls], then patches row by
     row. The first half of the width encodes the column, the second half the row, each as [sin | cos]."""
@@ -195,7 +231,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. Only the tokens x[rows] ask and get their z: all by default."""
+    False. `rows` says of which tokens z is wanted, by default of all; they still attend to every token."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -217,13 +253,12 @@ class Block(nn.Module):
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
         q, k, v = self.queries_keys_values(x)
         x = x[rows]
-        q = q[rows].transpose(1, 2).float()  # (B, h, T, d), of `rows` only
-        k = k.transpose(1, 2).float()  # (B, h, T, d)
-        v = v.transpose(1, 2).float()
-        with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
-        x = x + attended if self.residual else attended
+        q = q[rows].transpose(1, 2)  # (B, h, T, d), of `rows` only
+        k = k.transpose(1, 2)  # (B, h, T, d)
+        v = v.transpose(1, 2)
+        mhsa = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mhsa = self.attn.proj(mhsa.transpose(1, 2).flatten(2))
+        x = x + mhsa if self.residual else mhsa
         hidden = F.gelu(self.mlp.fc1(self.norm2(x)))  # (B, T, 4 D)
         out = self.mlp.fc2(hidden)  # (B, T, D)
         return x + out if self.residual else out
@@ -313,9 +348,9 @@ class MaskedAutoencoder(nn.Module):
         """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
         (B, V). With `wanted` (B,), one patch id for each frame, only that patch, (B, C): the last layer then computes
         no other."""
-        x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
+        x = self.decoder_embed(latent)  # (B, 1+V, D)
         places = ids[..., None].expand(-1, -1, x.shape[2])
-        tokens = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
+        tokens = self.mask_token.expand(len(x), self.num_patches, -1)  # (B, N, D)
         tokens = tokens.scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
@@ -402,7 +437,6 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     path = folder / "checkpoint.pt"
     if resume and path.exists():
         checkpoint = read_checkpoint(path)
-        check_same_run(checkpoint, args, device)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         losses = checkpoint["losses"]
@@ -419,8 +453,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.mae_amp):
-                loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
+            loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
             optimizer.zero_grad()
             loss.backward()
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
@@ -437,14 +470,9 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss.item())
-        state = {
-            "model": mae.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "losses": losses,
-            "args": vars(args),
-            "device": device.type,
-        }
-        write_whole(path, torch.save, state)
+        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        with atomic(path) as temporary:
+            torch.save(state, temporary)
     progress.close()
     writer.close()
     return losses
@@ -484,8 +512,8 @@ class Replay:
     keeps of one screen: pixels, or embeddings of its patches.
 
     Each step: `append` the new frame, act, and `complete` it with the outcome; after a truncation `append`
-    the game's last frame and `truncate`. A stack is blank (count 0) before the first frame of its life. A slot has a
-    priority, so it can be drawn, from when its n-step return is known until its stack's oldest frame is overwritten.
+    the game's last frame and `truncate`. A stack is blank (count 0) before the first frame of its life. A slot can be
+    drawn while its priority is above 0: from when its n-step return is known until its stack loses its oldest frame.
     """
 
     def __init__(self, capacity, frame_shape, dtype, device, frame_stack=4, n_step=20, gamma=0.99, alpha=0.5):
@@ -499,7 +527,7 @@ class Replay:
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
-            self.lives = torch.full((capacity,), -1)  # number of a frame's life, from 0; -1: no frame yet
+            self.life_ids = torch.full((capacity,), -1)  # number of a frame's life, from 0; -1: no frame yet
             self.priorities = torch.zeros(capacity, dtype=torch.float64)  # p**alpha; 0: not to be drawn
             self.max_priority = torch.ones((), dtype=torch.float64)  # the largest p**alpha so far
             self.stack_offsets = torch.arange(1 - frame_stack, 1)  # -3, -2, -1, 0
@@ -513,57 +541,55 @@ class Replay:
         Python bool: it is the first of a life."""
         if starts:
             self.life += 1
-        now = self.slot = (self.slot + 1) % self.capacity
+        slot = self.slot = (self.slot + 1) % self.capacity
 
-        # Stacks that end in the next three slots may reach back to this one. A stack of the overwritten frame's life
-        # loses that frame; one of the new frame's life (which then fills the ring) gains a later one. Draw neither.
-        later = (now - self.stack_offsets[:-1]) % self.capacity
-        loses_a_frame = self.lives[later] == self.lives[now]
-        gains_a_frame = self.lives[later] == self.life
-        self.priorities[later] *= ~(loses_a_frame | gains_a_frame)
+        # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot: a stack
+        # of the old frame's life would now miss it, and one of the new frame's life, where a life fills the whole ring,
+        # would take the new frame for an early one. Neither may be drawn any more.
+        following = (slot - self.stack_offsets[:-1]) % self.capacity
+        misses_old = self.life_ids[following] == self.life_ids[slot]
+        takes_new = self.life_ids[following] == self.life
+        self.priorities[following] *= ~(misses_old | takes_new)
 
-        self.frames[now] = frame
-        self.counts[now] = count
-        self.lives[now] = self.life
-        self.actions[now] = -1
-        self.priorities[now] = 0.0
+        self.frames[slot] = frame
+        self.counts[slot] = count
+        self.life_ids[slot] = self.life
+        self.actions[slot] = -1
+        self.priorities[slot] = 0.0
         if len(self.pending) == self.n_step:  # the oldest has had its n steps and bootstraps from this frame
-            self.allow_oldest()
+            self.release_oldest()
 
     def complete(self, action, reward, ended):
         """Add the newest frame's action, its clipped reward, and whether a life or the game ended."""
-        now = self.slot
-        self.actions[now] = action
-        self.rewards[now] = reward
-        self.ended[now] = ended
-        self.pending.append(now)
+        self.actions[self.slot] = action
+        self.rewards[self.slot] = reward
+        self.ended[self.slot] = ended
+        self.pending.append(self.slot)
         if ended:
             self.truncate()  # as after a truncation, no return waits for another step
 
     def truncate(self):
         """No step will follow the newest frame: the returns of all slots are known."""
         while self.pending:
-            self.allow_oldest()
+            self.release_oldest()
 
-    def allow_oldest(self):
+    def release_oldest(self):
         """The return of the oldest pending slot is known: let it be drawn, with the largest priority so far."""
         self.priorities[self.pending.pop(0)] = self.max_priority
 
     def stacks(self, slots):
         """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S)."""
         window = (slots[:, None] + self.stack_offsets) % self.capacity  # (B, S)
-        same_life = self.lives[window] == self.lives[slots][:, None]
+        same_life = self.life_ids[window] == self.life_ids[slots][:, None]
         return self.frames[window], self.counts[window] * same_life
 
     def sample(self, batch_size, beta, generator):
         """Slots (B,), drawn in proportion to p**alpha, stratified: one from each of B equal shares of the total, and
-        importance weights (B,) that correct for it: (1 / probability)**beta over the batch's largest. Raises ValueError
-        while no slot can be drawn."""
+        importance weights (B,) that correct for it: (1 / probability)**beta over the batch's largest. They are nan
+        while no slot can be drawn: store n steps, or one life to its end, first."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
-        if mass[-1] == 0:
-            raise ValueError(f"no slot can be drawn yet: store {self.n_step} steps, or one life to its end")
-        random = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
-        points = (random + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
+        uniform = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
+        points = (uniform + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
         # For each point, the first slot whose running sum exceeds it.
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
         # A probability is p_alpha / mass[-1]; mass[-1] cancels when the weights are divided by the largest.
@@ -687,16 +713,18 @@ class SalientPatchTransformer(nn.Module):
 
 class RainbowNetwork(nn.Module):
     """Dueling, noisy, distributional Q (Hessel et al. 2018) over a trunk: log-probabilities of returns, (B, A, Z). A
-    state is whatever the trunk takes: here frames and counts."""
+    state is whatever the trunk takes: here frames and counts. `support`: smallest and largest return, number of atoms
+    Z."""
 
-    def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, num_atoms=51, v_min=-10, v_max=10, sigma0=0.5):
+    def __init__(self, trunk, trunk_dim, num_actions, hidden_size=256, sigma0=0.5, support=(-10, 10, 51)):
         super().__init__()
+        num_atoms = support[2]
         self.trunk = trunk
         self.value_hidden = NoisyLinear(trunk_dim, hidden_size, sigma0)
         self.value_out = NoisyLinear(hidden_size, num_atoms, sigma0)
         self.advantage_hidden = NoisyLinear(trunk_dim, hidden_size, sigma0)
         self.advantage_out = NoisyLinear(hidden_size, num_actions * num_atoms, sigma0)
-        self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))  # z_0 ... z_{Z-1}
+        self.register_buffer("support", torch.linspace(*support))  # z_0 ... z_{Z-1}
 
     def forward(self, *state):
         o = self.trunk(*state)
@@ -745,20 +773,20 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
     return loss, kl.detach(), q
 
 
-def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, generator, loss_function=c51_loss):
+def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
-    actions taken), grad_norm. Raises RuntimeError where a gradient is not finite. `loss_function` is c51_loss or its
-    compiled version."""
-    slots, importance_weights = replay.sample(batch_size, beta, generator)
+    actions taken), grad_norm. Nothing here waits for a GPU: where a gradient is not finite, the weights are nan from
+    then on, and main, which looks before it saves, stops the run."""
+    slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
     next_states = replay.stacks(next_slots)
     online.resample_noise(generator)
     target.resample_noise(generator)
-    loss, kl, q = loss_function(online, target, states, actions, returns, discounts, next_states, importance_weights)
+    loss, kl, q = c51_loss(online, target, states, actions, returns, discounts, next_states, importance_weights)
     optimizer.zero_grad()
     loss.backward()
-    grad_norm = nn.utils.clip_grad_norm_(online.parameters(), max_grad_norm, error_if_nonfinite=True)
+    grad_norm = nn.utils.clip_grad_norm_(online.parameters(), args.max_grad_norm)
     optimizer.step()
     replay.set_priorities(slots, kl)
     return {"loss": loss.detach(), "q_values": q, "grad_norm": grad_norm}
@@ -766,18 +794,19 @@ def learn(online, target, optimizer, replay, batch_size, beta, max_grad_norm, ge
 
 # -------------------------------------------------------------------------------------------------------- 6. Evaluation
 @torch.no_grad()
-def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
-    """Play one whole game for each of seeds (G,), in a vector environment of G games, without noise: (raw scores,
-    recording).
+def evaluate(args, network, preprocess):
+    """Play args.eval_episodes whole games, side by side and without noise: (raw scores, recording).
 
     `preprocess(frames)` turns a NumPy array of B uint8 frames into what the stacks hold: features (B, *), counts (B,).
-    `rng`, a NumPy generator, makes a share `epsilon` of the actions random. As in the authors' code, a lost life does
-    not blank the stack, unlike in training. Recording: (frame, state) of each of the first game's first 1,000
-    steps, for the figures.
+    The games and their few random actions are the same each time. As in the authors' code, a lost life does not blank
+    the stack, unlike in training. Recording: (frame, state) of each of the first game's first 1,000 steps, for the
+    figures.
     """
-    G = len(seeds)
+    G = args.eval_episodes
+    envs = make_envs(args, G)
+    rng = np.random.default_rng([args.seed, EVALUATE])
     network.eval()
-    observation, _ = envs.reset(seed=seeds)
+    observation, _ = envs.reset(seed=game_seeds(args.seed, EVALUATE, num=G))
     scores = np.zeros(G)
     actions = np.zeros(G, int)
     playing = np.arange(G)  # the games that are not over
@@ -787,8 +816,8 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
     while len(playing):
         features, count = preprocess(observation[playing, 0])
         if step == 0:  # frames before the game are blank: count 0
-            stacks = features.new_zeros(G, frame_stack, *features.shape[1:])  # (G, S, *)
-            counts = count.new_zeros(G, frame_stack)
+            stacks = features.new_zeros(G, args.frame_stack, *features.shape[1:])  # (G, S, *)
+            counts = count.new_zeros(G, args.frame_stack)
         stacks[playing] = torch.cat([stacks[playing, 1:], features[:, None]], 1)
         counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
         if playing[0] == 0 and step < 1000:  # the first game is not over
@@ -798,7 +827,8 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
         q = network.q_values(stacks[playing], counts[playing])  # (games that are not over, A)
         greedy = q.argmax(1).cpu().numpy()
         random = rng.integers(envs.single_action_space.n, size=len(playing))
-        actions[playing] = np.where(rng.random(len(playing)) < epsilon, random, greedy)
+        is_random = rng.random(len(playing)) < args.eval_epsilon
+        actions[playing] = np.where(is_random, random, greedy)
         observation, reward, terminated, truncated, _ = envs.step(actions)
         scores[playing] += reward[playing]
         over = terminated | truncated
@@ -806,6 +836,7 @@ def evaluate(network, preprocess, envs, seeds, frame_stack, epsilon, rng):
         playing = playing[~over[playing]]
         step += 1
     progress.close()
+    envs.close()
     network.train()
     return scores.tolist(), recording
 
@@ -857,8 +888,9 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(selected)} patches, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Red: the patches that the agent sees. Yellow: those that get most of its attention, 60 %")
-    write_whole(path, figure.savefig)
+    figure.suptitle("Red: the patches that the agent sees. Yellow: the fewest that together get 60 % of its attention")
+    with atomic(path) as temporary:
+        figure.savefig(temporary)
 
 
 def save_video(marked, side, path):
@@ -871,22 +903,19 @@ def save_video(marked, side, path):
         image.set_data(mark_patches(*marked[step], side))
 
     video = FuncAnimation(figure, show, len(marked))
-    write_whole(path, video.save, writer=PillowWriter(fps=15))
+    with atomic(path) as temporary:
+        video.save(temporary, writer=PillowWriter(fps=15))
 
 
 # ---------------------------------------------------------------------------------------- 7. Files and the command line
-def write_whole(path, write, *content, **options):
-    """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
-    file to `path`: a kill leaves the old file or the new one."""
+@contextmanager
+def atomic(path):
+    """A temporary path to write a file to, which becomes `path` after the block: a kill leaves the old file or the new
+    one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # same suffix: savefig takes the format from it
-    write(*content, temporary, **options)
+    yield temporary
     os.replace(temporary, path)
-
-
-def write_json(content, path):
-    """Write `content` as a JSON file, indented."""
-    path.write_text(json.dumps(content, indent=2))
 
 
 def read_checkpoint(path, device="cpu"):
@@ -902,16 +931,8 @@ def read_checkpoint(path, device="cpu"):
 
 def mae_sizes(args):
     """The keyword arguments of MaskedAutoencoder, from `args`."""
-    return {
-        "image_size": args.image_size,
-        "patch_size": args.patch_size,
-        "encoder_dim": args.encoder_dim,
-        "encoder_depth": args.encoder_depth,
-        "encoder_heads": args.encoder_heads,
-        "decoder_dim": args.decoder_dim,
-        "decoder_depth": args.decoder_depth,
-        "decoder_heads": args.decoder_heads,
-    }
+    names = "image_size patch_size encoder_dim encoder_depth encoder_heads decoder_dim decoder_depth decoder_heads"
+    return {name: getattr(args, name) for name in names.split()}
 
 
 def save_mae(path, mae, args, salient_counts):
@@ -924,7 +945,8 @@ def save_mae(path, mae, args, salient_counts):
         "args": vars(args),
         "salient_counts": salient_counts,
     }
-    write_whole(path, torch.save, content)
+    with atomic(path) as temporary:
+        torch.save(content, temporary)
 
 
 def load_mae(path, mae, args):
@@ -957,85 +979,94 @@ def fail(message):
 
 
 def parse_args():
-    """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
-    have their defaults), and of the command line only --device and --threads."""
-    args = tyro.cli(Args, config=(tyro.conf.DisallowNone,))  # "None" is a name like any other
+    """The command line as Args; with --resume, the arguments of the run that it names, and of the command line only
+    --device and --threads."""
+    # Args' base classes are the groups of --help; their names are no part of a flag. "None" is a name like any other.
+    groups = make_dataclass("Groups", [(part.__name__.removesuffix("Args"), part) for part in Args.__bases__])
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    parts = tyro.cli(groups, description=__doc__.partition("Sections:")[0], config=config)
+    args = Args(**{name: value for part in vars(parts).values() for name, value in vars(part).items()})
     given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
     if "--resume" not in given:
         return args
     if given - {"--resume", "--device", "--threads"}:
         fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
+    changed = {name: getattr(args, name) for name in ("resume", "device", "threads") if f"--{name}" in given}
     run_dir = Path(args.resume)
     try:
-        stored = Args(**json.loads((run_dir / "args.json").read_text()))
-    except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
-        stored = None
-    if stored is None or (run_dir / "results.json").exists():
-        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    stored.resume = args.resume
-    for name in ("device", "threads"):
-        if f"--{name}" in given:
-            setattr(stored, name, getattr(args, name))
-    return stored
+        stored = json.loads((run_dir / "args.json").read_text())
+        untouched = stored.pop("checksum") == checksum(stored)
+        args = Args(**stored | changed)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):  # absent, damaged, or another script's
+        args = None
+    if args is None or (run_dir / "results.json").exists():
+        fail(f"--resume {run_dir} is not the folder of an unfinished run of this script; give one, runs/NAME")
+    if not untouched:
+        fail(f"--resume {run_dir}: its args.json is not as the run wrote it; put back what was changed")
+    if "device" in changed:
+        print("note: on another kind of device than before, the digits differ from a run's that never moved")
+    return args
 
 
-def check_same_run(checkpoint, args, device):
-    """Exit with one line unless args.json still has the arguments that the run's `checkpoint` was made with. Where a
-    run goes on may change; on another kind of device it says so."""
-    for name, value in checkpoint["args"].items():
-        if name not in ("resume", "device", "threads") and getattr(args, name) != value:
-            fail(f"--resume {args.resume}: {name} was {value}, args.json has {getattr(args, name)}; put it back")
-    if checkpoint["device"] != device.type:
-        print(f"goes on on {device.type}, not {checkpoint['device']}: its digits differ from a run's that never moved")
+def checksum(content):
+    """A number that tells a dict from one with other content."""
+    return zlib.crc32(json.dumps(content).encode())
 
 
-def hold_run(run_dir):
-    """Exit with one line where another process works on this run. Keep the file that is returned: the operating system
-    locks it for this process until that ends, be it by a kill."""
-    file = (run_dir / "args.json").open()
+def run_folder(args):
+    """The folder of the run: the one to go on with, or a new one in runs/."""
+    game = args.env_id.removeprefix("ALE/").split("-")[0]
+    default_name = f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"  # time in milliseconds
+    return Path(args.resume or f"runs/{args.run_name or default_name}")
+
+
+def open_run(args, run_dir, device):
+    """Create the run's folder, or with --resume take the one that is there. Exits with one line where another process
+    works on it. Keep the file that is returned: the system locks it for this process until that ends, be it by a
+    kill."""
+    if not args.resume:
+        run_dir.mkdir(parents=True)
+        with atomic(run_dir / "args.json") as path:
+            path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
+    lock = (run_dir / "args.json").open()
     if sys.platform != "win32":  # Windows has no fcntl
         import fcntl
 
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"--resume {run_dir}: another process is at work on this run; wait for it, or stop it")
         except OSError:  # a file system without locks
             pass
-    return file
+    signal.signal(signal.SIGINT, stop)
+    print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
+    return lock
 
 
 def stop(*_):
     """Ctrl-C: say in one line what is lost and how to go on; exit with status 130."""
-    main = globals()
-    at = "before training; pre-training goes on from its last whole epoch"
-    if "step" in main:
-        at = f"at step {main['step']}; the steps after {main['run'].saved_step} are lost"
-    line = f"stopped {at}; go on with: python {sys.argv[0]} --resume {main['run_dir']}"
-    atexit.register(print, line, file=sys.stderr)  # after what the progress bar prints last
+    step = globals().get("step", 0)  # main's
+    line = f"stopped at step {step}; what came after the last checkpoint is lost; go on with: python {sys.argv[0]}"
+    atexit.register(print, f"{line} --resume {run_dir}", file=sys.stderr)  # after what the progress bar prints last
     raise SystemExit(130)
 
 
 # Flags of all three scripts that may be 0, and shares, from 0 to 1.
-MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
+MAY_BE_0 = {"seed", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
 
 
 def check_each(args):
     """Exit with one line if any argument is invalid by itself."""
-    for field in fields(Args):
-        value = getattr(args, field.name)
-        flag = f"--{field.name.replace('_', '-')}"
-        allowed = get_args(field.type) or (field.type,)  # values of a Literal, types of int | None, or one type
-        if value not in allowed and type(value) not in allowed:  # tyro checks the command line, not an args.json
-            fail(f"{flag} is {value!r} in args.json; put back what the run began with")
-        if type(value) not in (int, float) or field.name in ("v_min", "v_max"):
+    for name, value in vars(args).items():
+        if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
-        limit = 1 if field.name in SHARES else 2_147_483_647
-        may_be_0 = field.name in MAY_BE_0 | SHARES
+        limit = 1 if name in SHARES else 2_147_483_647
+        may_be_0 = name in MAY_BE_0 | SHARES
         if not (0 < value <= limit or (value == 0 and may_be_0)):  # this form also refuses nan
-            fail(f"{flag} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}")
+            least = "at least" if may_be_0 else "above"
+            fail(f"--{name.replace('_', '-')} is {value}; give {least} 0, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
@@ -1067,7 +1098,7 @@ def check_args(args):
             fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
     if args.image_size % args.patch_size or num_patches < 9:
         fail(
-            f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"
+            f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, at least 3 times it"
         )
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
@@ -1084,11 +1115,9 @@ def check_args(args):
             f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
         )
     # Before learning starts a return must be known; after it one update must fit in.
-    if not args.n_step < args.learning_starts <= args.total_timesteps - args.train_frequency:
-        fail(
-            f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most "
-            f"{args.total_timesteps - args.train_frequency}"
-        )
+    latest = args.total_timesteps - args.train_frequency
+    if not args.n_step < args.learning_starts <= latest:
+        fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {latest}")
     if args.buffer_size < args.batch_size + args.n_step + args.frame_stack:
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
     if args.num_atoms < 2:
@@ -1120,38 +1149,28 @@ if __name__ == "__main__":
         args.learning_starts = num_frames
     device = pick_device(args.device)
     keep_freed_memory()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    game = args.env_id.removeprefix("ALE/").split("-")[0]
-    default_name = f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"  # time in milliseconds
-    run_dir = Path(args.resume or f"runs/{args.run_name or default_name}")
+    torch.set_num_threads(args.threads)
+    run_dir = run_folder(args)
 
     # MAE-All's auto-encoder: this run's own (after a resume), or the given one, or one to pre-train.
     if args.method == "mae-all":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
-        own_mae = run_dir / "mae.pt"  # there after a resume
-        ready_mae = own_mae if own_mae.exists() else args.mae_checkpoint  # None: one is pre-trained below
-        if ready_mae is not None:
-            load_mae(ready_mae, mae, args)
-    if not args.resume:  # nothing is created before this
-        run_dir.mkdir(parents=True)
-        write_whole(run_dir / "args.json", write_json, vars(args))
-    lock = hold_run(run_dir)
-    signal.signal(signal.SIGINT, stop)
-    print(
-        f"{args.method}, device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; "
-        f"if stopped: --resume {run_dir}"
-    )
+        run_mae_path = run_dir / "mae.pt"  # there after a resume
+        source_path = run_mae_path if run_mae_path.exists() else args.mae_checkpoint  # None: one is pre-trained below
+        if source_path is not None:
+            load_mae(source_path, mae, args)
+    lock = open_run(args, run_dir, device)  # nothing is created before this
     if args.method == "mae-all":
-        if ready_mae is None:
+        if source_path is None:
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
             frames, held_out = frames.tensor_split([num_frames])
             pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
-            save_mae(own_mae, mae, args, salient_counts={})
+            save_mae(run_mae_path, mae, args, salient_counts={})
             del frames, held_out  # free memory for training
-        elif ready_mae != own_mae:
-            write_whole(own_mae, shutil.copyfile, ready_mae)  # its `args` still say how it was made
+        elif source_path != run_mae_path:
+            with atomic(run_mae_path) as path:
+                shutil.copyfile(source_path, path)  # its `args` still say how it was made
         (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
         mae.eval().requires_grad_(False)
 
@@ -1164,64 +1183,43 @@ if __name__ == "__main__":
         trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads)
         trunk_dim = args.frame_stack * args.agent_dim
         frame_shape = (mae.num_patches, args.encoder_dim)
-        frame_dtype = torch.float16
+        dtype = torch.float16
     else:
         preprocess = partial(prepare_pixels, device)
         trunk = DataEfficientCNN(args.frame_stack)
         trunk_dim = 1024  # 64 channels of 4 x 4
         frame_shape = (84, 84)
-        frame_dtype = torch.uint8
-    online = RainbowNetwork(
-        trunk,
-        trunk_dim,
-        num_actions,
-        args.hidden_size,
-        args.num_atoms,
-        args.v_min,
-        args.v_max,
-        args.noisy_std,
-    ).to(device)
+        dtype = torch.uint8
+    support = (args.v_min, args.v_max, args.num_atoms)
+    online = RainbowNetwork(trunk, trunk_dim, num_actions, args.hidden_size, args.noisy_std, support).to(device)
     target = deepcopy(online)
     optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    loss_function = torch.compile(c51_loss) if args.compile else c51_loss
     replay = Replay(
-        args.buffer_size,
-        frame_shape,
-        frame_dtype,
-        device,
-        args.frame_stack,
-        args.n_step,
-        args.gamma,
-        args.priority_exponent,
+        args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma, args.priority_exponent
     )
     random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
-    # The run's progress. The emulator's state is not saved: its game's seed and `actions` restore it.
-    run = SimpleNamespace(
-        saved_step=0,
-        updates=0,
-        training_scores=[],
-        evaluations=[],
-        seconds=0,
-        score=0,  # of the game being played
-        actions=[],  # of the game being played
-    )
+    if args.compile:
+        c51_loss = torch.compile(c51_loss)
+
+    # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: its
+    # game's seed and actions restore it.
+    run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin, or continue from the checkpoint.
     checkpoint_path = run_dir / "checkpoint.pt"
     resumed = checkpoint_path.exists()
     if resumed:
         checkpoint = read_checkpoint(checkpoint_path, device)
-        check_same_run(checkpoint, args, device)
         online.load_state_dict(checkpoint["online"])
         target.load_state_dict(checkpoint["target"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         vars(replay).update(checkpoint["replay"])
-        run = SimpleNamespace(**checkpoint["run"])
-        if checkpoint["device"] == device.type:
+        vars(run).update(checkpoint["run"])
+        try:
             generator.set_state(checkpoint["generator"].cpu())
-        else:  # a CPU's generator cannot go on from a GPU's state
+        except RuntimeError:  # a CPU's generator cannot go on from a GPU's state
             generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
     observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
     for action in run.actions:
@@ -1232,126 +1230,102 @@ if __name__ == "__main__":
     if not resumed:
         replay.append(*preprocess(observation[:, 0]), starts=True)
 
+    # Train up to the next evaluation, and evaluate. In the 100K setting there is one, at the end.
     start_time = time.perf_counter() - run.seconds
     eval_frequency = args.eval_frequency or args.total_timesteps
-    steps = range(run.saved_step, args.total_timesteps + 1)
-    progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
-    for step in progress:  # `step` steps have been taken
-        # Save. Nothing of this step exists yet, so a run resumed here repeats all of it.
-        finished = step == args.total_timesteps
-        evaluation_due = finished or (step > 0 and step % eval_frequency == 0)
-        checkpoint_due = evaluation_due or (args.checkpoint_frequency and step % args.checkpoint_frequency == 0)
-        if checkpoint_due and step > run.saved_step:
-            writer.flush()
-            run.saved_step = step
-            run.seconds = time.perf_counter() - start_time
-            checkpoint = {
-                "online": online.state_dict(),
-                "target": target.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "replay": vars(replay),
-                "generator": generator.get_state(),
-                "run": vars(run),
-                "args": vars(args),
-                "device": device.type,
-                "observation": torch.from_numpy(observation),
-            }
-            write_whole(checkpoint_path, torch.save, checkpoint)
+    eval_steps = [*range(eval_frequency, args.total_timesteps, eval_frequency), args.total_timesteps]
+    for eval_step in eval_steps[len(run.evaluations) :]:
+        steps = range(run.saved_step, eval_step)
+        progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
+        for step in progress:
+            # Act.
+            if step < args.learning_starts:
+                action = int(random_actions[step])
+            else:
+                with torch.no_grad():  # greedy: the noise explores
+                    state = replay.stacks(torch.tensor([replay.slot], device=device))
+                    action = int(online.q_values(*state).argmax())
 
-        # Evaluate, always on the same games, so that only the weights differ.
-        if evaluation_due:
-            eval_envs = make_envs(args, args.eval_episodes)
-            scores, recording = evaluate(
-                online,
-                preprocess,
-                eval_envs,
-                game_seeds(args.seed, EVALUATE, num=args.eval_episodes),
-                args.frame_stack,
-                args.eval_epsilon,
-                np.random.default_rng([args.seed, EVALUATE]),
-            )
-            eval_envs.close()
-            median = float(np.median(scores))
-            writer.add_scalar("eval/mean", np.mean(scores), step)
-            writer.add_scalar("eval/median", median, step)
-            run.evaluations.append({"step": step, "scores": scores, "median": median})
-            best = max(run.evaluations, key=lambda evaluation: evaluation["median"])  # the first of equals
-            if best["step"] == step:  # the best so far
-                agent = {
-                    "model": online.state_dict(),
-                    "args": vars(args),
-                    "step": step,
+            # Step.
+            lives = info["lives"][0]
+            observation, reward, terminated, truncated, info = envs.step(np.array([action]))
+            life_ended = bool(terminated[0] or info["lives"][0] < lives)  # Table 9: a lost life is terminal
+            game_ended = bool(terminated[0] or truncated[0])
+            run.score += float(reward[0])
+            run.actions.append(action)
+
+            # Store, and begin the next game where one has ended.
+            replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
+            if game_ended and not life_ended:  # cut off, no life lost: bootstrap from its last frame
+                replay.append(*preprocess(observation[:, 0]), starts=False)
+                replay.truncate()
+            if game_ended:
+                writer.add_scalar("charts/episodic_return", run.score, step)
+                run.training_scores.append((step, run.score))
+                progress.set_postfix(score=run.score, games=len(run.training_scores))
+                run.score = 0.0
+                run.actions = []
+                # In place of the autoreset.
+                observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
+            replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
+
+            # Learn.
+            if step >= args.learning_starts and step % args.train_frequency == 0:
+                fraction = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+                beta = args.priority_weight + (1 - args.priority_weight) * fraction
+                metrics = learn(args, online, target, optimizer, replay, beta, generator)
+                run.updates += 1
+                if run.updates % args.target_update_frequency == 0:
+                    target.load_state_dict(online.state_dict())
+                if run.updates % 100 == 0:
+                    for key, value in metrics.items():
+                        writer.add_scalar(f"losses/{key}", value, step)
+
+            # Log.
+            if step % 100 == 99:
+                writer.add_scalar("charts/SPS", (step + 1) / (time.perf_counter() - start_time), step)
+
+            # Save. All of this step is done, so a run resumed here begins with the next one.
+            due = args.checkpoint_frequency and (step + 1) % args.checkpoint_frequency == 0
+            if due or step + 1 == eval_step:
+                # Clips nothing, but raises RuntimeError where a gradient is not finite: the checkpoint before stands.
+                nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)
+                writer.flush()
+                run.saved_step = step + 1
+                run.seconds = time.perf_counter() - start_time
+                checkpoint = {
+                    "online": online.state_dict(),
+                    "target": target.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "replay": vars(replay),
+                    "run": vars(run),
+                    "generator": generator.get_state(),
+                    "observation": torch.from_numpy(observation),
                 }
-                write_whole(run_dir / "agent.pt", torch.save, agent)
-                if args.method == "mae-all":
-                    side = mae.side
-                    patch_ids = torch.arange(mae.num_patches, device=device)[None]
-                    marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in recording]
-                    draw_policy_attention(marked, side, run_dir / "figures/policy_attention.png")
-                elif args.capture_video:  # grey as RGB; no patches are marked, so the whole frame counts as one
-                    side = 1
-                    marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in recording]
-                if args.capture_video:
-                    save_video(marked, side, run_dir / "videos/policy.gif")
-        if finished:
-            break
+                with atomic(checkpoint_path) as path:
+                    torch.save(checkpoint, path)
 
-        # Act.
-        if step < args.learning_starts:
-            action = int(random_actions[step])
-        else:
-            with torch.no_grad():  # greedy: the noise explores
-                state = replay.stacks(torch.tensor([replay.slot], device=device))
-                action = int(online.q_values(*state).argmax())
-
-        # Step.
-        lives = info["lives"][0]
-        observation, reward, terminated, truncated, info = envs.step(np.array([action]))
-        life_ended = bool(terminated[0] or info["lives"][0] < lives)  # Table 9: a lost life is terminal
-        game_ended = bool(terminated[0] or truncated[0])
-        run.score += float(reward[0])
-        run.actions.append(action)
-
-        # Store, and begin the next game where one has ended.
-        replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
-        if game_ended and not life_ended:  # cut off, no life lost: bootstrap from its last frame
-            replay.append(*preprocess(observation[:, 0]), starts=False)
-            replay.truncate()
-        if game_ended:
-            writer.add_scalar("charts/episodic_return", run.score, step)
-            run.training_scores.append((step, run.score))
-            progress.set_postfix(score=run.score, games=len(run.training_scores))
-            run.score = 0.0
-            run.actions = []
-            # In place of the autoreset.
-            observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
-        replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
-
-        # Learn.
-        if step >= args.learning_starts and step % args.train_frequency == 0:
-            fraction = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
-            beta = args.priority_weight + (1 - args.priority_weight) * fraction
-            metrics = learn(
-                online,
-                target,
-                optimizer,
-                replay,
-                args.batch_size,
-                beta,
-                args.max_grad_norm,
-                generator,
-                loss_function,
-            )
-            run.updates += 1
-            if run.updates % args.target_update_frequency == 0:
-                target.load_state_dict(online.state_dict())
-            if run.updates % 100 == 0:
-                for key, value in metrics.items():
-                    writer.add_scalar(f"losses/{key}", value, step)
-
-        # Log.
-        if step % 100 == 99:
-            writer.add_scalar("charts/SPS", (step + 1) / (time.perf_counter() - start_time), step)
+        # Evaluate.
+        scores, recording = evaluate(args, online, preprocess)
+        median = float(np.median(scores))
+        writer.add_scalar("eval/mean", np.mean(scores), eval_step)
+        writer.add_scalar("eval/median", median, eval_step)
+        run.evaluations.append({"step": eval_step, "scores": scores, "median": median})
+        best = max(run.evaluations, key=lambda evaluation: evaluation["median"])  # the first of equals
+        if best["step"] == eval_step:  # the best so far
+            agent = {"model": online.state_dict(), "args": vars(args), "step": eval_step}
+            with atomic(run_dir / "agent.pt") as path:
+                torch.save(agent, path)
+            if args.method == "mae-all":
+                side = mae.side
+                patch_ids = torch.arange(mae.num_patches, device=device)[None]
+                marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in recording]
+                draw_policy_attention(marked, side, run_dir / "figures/policy_attention.png")
+            elif args.capture_video:  # grey as RGB; no patches are marked, so the whole frame counts as one
+                side = 1
+                marked = [(frame[..., None].repeat(3, 2), [], []) for frame, _ in recording]
+            if args.capture_video:
+                save_video(marked, side, run_dir / "videos/policy.gif")
 
     # The report.
     envs.close()
@@ -1370,13 +1344,14 @@ if __name__ == "__main__":
         "scores": scores,
         "evaluations": run.evaluations,
         "training_scores": run.training_scores,
-        "steps": step,
+        "steps": args.total_timesteps,
         "updates": run.updates,
         "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),
         "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
-    write_whole(run_dir / "results.json", write_json, results)
+    with atomic(run_dir / "results.json") as path:
+        path.write_text(json.dumps(results, indent=2))
     checkpoint_path.unlink()
     print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")

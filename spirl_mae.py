@@ -15,10 +15,18 @@ cannot rebuild from the patches around it is salient, and the Lorenz curve of a 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 selection, 5 figures, 6 files and the command line,
 7 main.
 
-Shape letters, with their values at the paper's sizes: B batch (64); H, W height and width of a frame (96); N patches of
-a frame (144); C values of a patch (192 = 8 x 8 x 3); V visible patches, which the encoder is given (36; 8 in Eq. (3));
-K patches that were selected; M neighbourhoods; T tokens; D width of a layer (64 or 128); h its attention heads (4 or
-8); d = D / h (16).
+Shape letters, with their values at the paper's sizes:
+    B     batch (64)
+    H, W  height and width of a frame (96)
+    N     patches of a frame (144)
+    C     values of a patch (192 = 8 x 8 x 3)
+    V     visible patches, which the encoder is given (36 in pre-training, 8 in Eq. (3))
+    K     patches of a frame that were selected
+    M     3x3 neighbourhoods of patches
+    T     tokens
+    D     width of a layer (encoder 64, decoder 128)
+    h     attention heads of a layer (4, 8)
+    d     width of a head, D / h (16)
 """
 
 import argparse
@@ -31,14 +39,14 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections import OrderedDict
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, make_dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import get_args
 
 if __name__ == "__main__":
     os.environ.pop("MPLBACKEND", None)  # a notebook names its own here, which matplotlib may not find; none is needed
@@ -59,29 +67,32 @@ gym.register_envs(ale_py)
 
 
 # --------------------------------------------------------------------------------------------------------- 1. Arguments
+# A field is a flag of the command line, and the comment beside or above it is what --help says of it.
 @dataclass
-class Args:
-    """SPIRL's first half: learn without reward which patches of an Atari game are salient, and show it."""
-
-    # Each field is a flag, and the comment beside or above it the flag's help.
+class RunArgs:
+    """What to run, and where."""
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
-    device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
-    threads: int = 0  # CPU threads for PyTorch (0: its default); use 1 if several runs share the machine
+    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     # folder of an unfinished run to continue with its own arguments; of other flags only --device and --threads
     resume: str | None = None
+    device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
+    threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
 
-    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
-    mae_frames: int | None = None  # frames of random play; without it Table 6's: 5,000 for Frostbite, else 50,000
+
+@dataclass
+class PretrainingArgs:
+    """How the auto-encoder is made."""
+
+    mae_frames: int | None = None  # frames of random play; if not given, 5,000 for Frostbite, else 50,000 (Table 6)
     mae_epochs: int = 50  # passes over those frames, the first tenth with learning-rate warm-up (Table 5)
     mae_batch_size: int = 64  # frames per pre-training step (Table 5)
     mae_learning_rate: float = 1e-3  # base learning rate; the one used is this * mae_batch_size / 256 (Table 5)
     mae_weight_decay: float = 0.05  # AdamW's weight decay on everything but biases and LayerNorm (Table 5)
     mae_mask_ratio: float = 0.75  # share of the patches hidden from the encoder in pre-training (Table 5)
     mae_mask_spread: float = 0.0  # ours: each batch's mask ratio varies at random by up to this (0.21: 54 to 96 %)
-    mae_amp: bool = False  # ours: pre-train under bfloat16 autocast; slow on a CPU without native bfloat16
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     image_size: int = 96  # side of the square RGB frames, in pixels (Table 4)
     patch_size: int = 8  # side of a patch, in pixels (Table 4)
@@ -92,6 +103,11 @@ class Args:
     decoder_depth: int = 3  # Transformer layers of the decoder (Table 4)
     decoder_heads: int = 8  # attention heads of the decoder (Table 4)
 
+
+@dataclass
+class SelectionArgs:
+    """Which patches of a frame are salient."""
+
     # most patches kept, as a share of all; without it Table 13's for the paper's four games,
     # for any other the ideal one (mr*, Appendix B.5)
     max_ratio: float | None = None
@@ -101,6 +117,11 @@ class Args:
     # mr* keeps every salient patch of more than this share of the frames (Appendix B.5); spirl_rainbow.py, which takes
     # mr* only where neither --max-ratio nor Table 13 has a ratio, computes it with 0.999
     coverage: float = 0.999
+
+
+@dataclass
+class Args(RunArgs, PretrainingArgs, SelectionArgs):
+    """SPIRL's first half: learn without reward which patches of an Atari game are salient, and show it."""
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
@@ -169,7 +190,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. Only the tokens x[rows] ask and get their z: all by default."""
+    False. `rows` says of which tokens z is wanted, by default of all; they still attend to every token."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -191,13 +212,12 @@ class Block(nn.Module):
             mask = F.pad(present, (1, 0), value=True)[:, None, None]  # (B, 1, 1, T): [cls] is always attended to
         q, k, v = self.queries_keys_values(x)
         x = x[rows]
-        q = q[rows].transpose(1, 2).float()  # (B, h, T, d), of `rows` only
-        k = k.transpose(1, 2).float()  # (B, h, T, d)
-        v = v.transpose(1, 2).float()
-        with torch.autocast(x.device.type, enabled=False):  # attention stays float32 under --mae-amp: faster on a CPU
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        attended = self.attn.proj(attended.transpose(1, 2).flatten(2))
-        x = x + attended if self.residual else attended
+        q = q[rows].transpose(1, 2)  # (B, h, T, d), of `rows` only
+        k = k.transpose(1, 2)  # (B, h, T, d)
+        v = v.transpose(1, 2)
+        mhsa = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mhsa = self.attn.proj(mhsa.transpose(1, 2).flatten(2))
+        x = x + mhsa if self.residual else mhsa
         hidden = F.gelu(self.mlp.fc1(self.norm2(x)))  # (B, T, 4 D)
         out = self.mlp.fc2(hidden)  # (B, T, D)
         return x + out if self.residual else out
@@ -287,9 +307,9 @@ class MaskedAutoencoder(nn.Module):
         """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
         (B, V). With `wanted` (B,), one patch id for each frame, only that patch, (B, C): the last layer then computes
         no other."""
-        x = self.decoder_embed(latent)  # (B, 1+V, D), bfloat16 under --mae-amp
+        x = self.decoder_embed(latent)  # (B, 1+V, D)
         places = ids[..., None].expand(-1, -1, x.shape[2])
-        tokens = self.mask_token.to(x.dtype).expand(len(x), self.num_patches, -1)  # (B, N, D)
+        tokens = self.mask_token.expand(len(x), self.num_patches, -1)  # (B, N, D)
         tokens = tokens.scatter(1, places, x[:, 1:])
         x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
@@ -376,7 +396,6 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     path = folder / "checkpoint.pt"
     if resume and path.exists():
         checkpoint = read_checkpoint(path)
-        check_same_run(checkpoint, args, device)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         losses = checkpoint["losses"]
@@ -393,8 +412,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.mae_amp):
-                loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
+            loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
             optimizer.zero_grad()
             loss.backward()
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
@@ -411,14 +429,9 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss.item())
-        state = {
-            "model": mae.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "losses": losses,
-            "args": vars(args),
-            "device": device.type,
-        }
-        write_whole(path, torch.save, state)
+        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        with atomic(path) as temporary:
+            torch.save(state, temporary)
     progress.close()
     writer.close()
     return losses
@@ -472,8 +485,9 @@ class ErrorMapCache:
         self.mae = mae
         self.capacity = capacity
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
-        # A patch on the edge has fewer than 8 around it: the first of these is repeated. No token attends to the
-        # copies (`present`), and their embeddings equal the first's, so `decode` may scatter any of them last.
+        # A patch on the edge has fewer than 8 neighbours: its list is filled up with copies of the first one. `present`
+        # is False for a copy: no token attends to it. (`decode` writes a copy's embedding to the first one's place;
+        # it is the same embedding.)
         surroundings = surrounding_patches(mae.side)
         eight = [ids + ids[:1] * (8 - len(ids)) for ids in surroundings]
         present = [[i < len(ids) for i in range(8)] for ids in surroundings]
@@ -482,7 +496,7 @@ class ErrorMapCache:
 
     @torch.no_grad()
     def __call__(self, frames):
-        """E (B, N), float32, of uint8 frames (B, H, W, 3); on the frames' device."""
+        """E (B, N), float32, on the CPU, of uint8 frames (B, H, W, 3)."""
         hashes = self.hashes(frames)
         new = {key: index for index, key in enumerate(hashes) if key not in self.errors}  # index = frame * N + place
         if new:
@@ -491,7 +505,7 @@ class ErrorMapCache:
             # 32 at a time, so that many new neighbourhoods take no more memory than a few.
             computed = torch.cat([self.compute(patches, chunk) for chunk in indices.split(32)])
             self.errors.update(zip(new, computed.tolist()))
-        errors = torch.tensor([self.errors[key] for key in hashes], device=frames.device)
+        errors = torch.tensor([self.errors[key] for key in hashes])
         while len(self.errors) > self.capacity:  # only now: the line above reads old and new ones
             self.errors.popitem(last=False)
         return errors.view(len(frames), -1)
@@ -605,22 +619,25 @@ def paint(patches, side):
 
 
 def draw_reconstruction(mae, frames, path):
-    """Fig. 2 for uint8 frames (B, H, W, 3): rebuilt from surroundings, error maps, and the decoder on its own.
-
-    Colours are of normalised patches, Eq. (2), so they differ from the frame's.
-    """
+    """Fig. 2 for uint8 frames (B, H, W, 3): rebuilt from surroundings, error maps, and the decoder on its own."""
     rebuilt = rebuild_from_surroundings(mae, frames)
     errors = reconstruction_error_map(mae, frames)
     decoder_alone = [paint(picture, mae.side) for picture in decoder_pictures(mae)]
     titles = (
         "frame",
-        "rebuilt from\nsurroundings",
-        "error map\n(brighter: larger)",
-        "decoder alone:\n[mask] + positions",
-        "decoder alone:\npositions",
-        "decoder alone:\n[mask]",
+        "each patch guessed\nfrom those around it",
+        "error of the guess\n(bright: large)",
+        "seeing nothing but\n[mask] + positions",
+        "seeing nothing but\npositions",
+        "seeing nothing but\n[mask]",
     )
-    figure = Figure(figsize=(15, 2.55 * len(frames) + 0.7))
+    figure = Figure(figsize=(15, 2.55 * len(frames) + 2))
+    figure.suptitle(
+        "Painted colours are washed out: the network, a masked auto-encoder, learns each patch minus its mean, over\n"
+        "its standard deviation, Eq. (2). How bright it was is lost: a black patch and a white one come out grey.\n"
+        "Last three columns: what its decoder paints when it sees no patch, only a token [mask], which stands for\n"
+        "a hidden patch, and the patches' positions. From the positions alone it knows the background by heart."
+    )
     axes = figure.subplots(len(frames), 6, squeeze=False)
     brightest = errors.max().item()  # one scale for all maps: a bright patch is as salient in one as in another
     for row, frame, patches, error in zip(axes, frames, rebuilt, errors, strict=True):
@@ -633,7 +650,8 @@ def draw_reconstruction(mae, frames, path):
                 figure.colorbar(shown, ax=axis, shrink=0.8)
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title)
-    write_whole(path, figure.savefig)
+    with atomic(path) as temporary:
+        figure.savefig(temporary)
 
 
 def mark_patches(frame, selected, attended, side):
@@ -657,93 +675,86 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
     dynamic-K's point, its patches, and those of two fixed K."""
     N = mae.num_patches
     patch_ids, count = select_salient_patches(errors, N, lorenz_slope)
-    figure = Figure(figsize=(3.6 * len(frames), 14.5))
+    figure = Figure(figsize=(3.6 * len(frames), 15.4))
     axes = figure.subplots(4, len(frames), squeeze=False)
     for column, (frame, error, ids, k) in enumerate(zip(frames, errors, patch_ids, count.tolist(), strict=True)):
         running_sum = error.sort().values.cumsum(0).cpu()
         curve = F.pad(running_sum, (1, 0)) / error.sum().cpu()  # (N+1,)
         axis = axes[0, column]
-        axis.plot(np.arange(N + 1) / N, curve, color=BLUE, linewidth=2.5)
+        label = "Lorenz curve: all patches sorted by error, smallest first; running share of the total error"
+        axis.plot(np.arange(N + 1) / N, curve, color=BLUE, linewidth=2.5, label=label)
         share = (N - k) / N
-        axis.axvline(share, color=VERMILION, linestyle="--", linewidth=2)
-        axis.plot(share, curve[N - k], "o", color=VERMILION, markersize=9)
-        axis.axline((share, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2)  # nearly the tangent there
-        axis.set_title(f"slope {lorenz_slope:g}: K = {k}")
+        label = f"slope {lorenz_slope:g}, that of a patch whose error is {lorenz_slope:g} times the frame's mean error"
+        axis.axline((share, curve[N - k]), slope=lorenz_slope, color=ORANGE, linewidth=2, label=label)
+        label = f"the cut, where the curve gets steeper than slope {lorenz_slope:g}"
+        axis.plot(share, curve[N - k], "o", color=VERMILION, markersize=9, label=label)
+        label = "kept by dynamic-K: the K patches right of the cut (red squares; here without a maximum)"
+        axis.axvspan(share, 1, color="red", alpha=0.15, label=label)
+        axis.set_title(f"K = {k} of {N}")
         axis.set_xlabel("share of the patches")
         axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
-        picks = [("dynamic-K", k)] + [("fixed K", ratio_to_patches(ratio, N)) for ratio in fixed_ratios]
+        picks = [("dynamic-K:", k)] + [("fixed K: always", ratio_to_patches(ratio, N)) for ratio in fixed_ratios]
         for axis, (name, kept) in zip(axes[1:, column], picks, strict=True):
             picture = mark_patches(frame.cpu().numpy(), ids[:kept].tolist(), [], mae.side)
             axis.imshow(picture)
-            axis.set_title(f"{name}: {kept}")
+            axis.set_title(f"{name} {kept}")
             axis.axis("off")
-    axes[0, 0].set_ylabel("share of the error")
-    write_whole(path, figure.savefig)
+    axes[0, 0].set_ylabel("share of the total error")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center")
+    with atomic(path) as temporary:
+        figure.savefig(temporary)
 
 
 def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
     """The patches that the agent would see in twelve frames (12, H, W, 3) with errors (12, N)."""
     patch_ids, count = select_salient_patches(errors, max_patches, lorenz_slope)
-    figure = Figure(figsize=(13, 10.4))
+    figure = Figure(figsize=(13, 11.6))
     axes = figure.subplots(3, 4).flat
     for axis, frame, ids, k in zip(axes, frames, patch_ids, count.tolist(), strict=True):
         picture = mark_patches(frame.cpu().numpy(), ids[:k].tolist(), [], mae.side)
         axis.imshow(picture)
-        axis.set_title(f"{k} of {mae.num_patches} patches")
+        axis.set_title(f"K = {k} of {mae.num_patches} patches")
         axis.axis("off")
-    write_whole(path, figure.savefig)
+    figure.suptitle(
+        "Red squares: the salient patches, which a network, the MAE, guesses badly from the patches around\n"
+        "them. (In one that looks empty it expected something.) The agent will see only these. K is their\n"
+        f"number: it differs from frame to frame and is at most {max_patches} here."
+    )
+    with atomic(path) as temporary:
+        figure.savefig(temporary)
 
 
 def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     """Fig. 8: the histogram of `counts` (num_frames,), the K of frames, in steps of 5 % of the patches, with mr* and
     the ratio in use."""
-    figure = Figure(figsize=(9, 5.4))
+    figure = Figure(figsize=(11, 6.8))
     axis = figure.subplots()
     # The bin that ends at 35 % holds the frames that a maximal ratio of 35 % keeps whole and 30 % does not.
     limits = [ratio_to_patches(percent / 100, num_patches) for percent in range(0, 101, 5)]
     cumulative = [(counts <= patches).double().mean() for patches in limits]
     axis.bar(np.arange(2.5, 100, 5), 100 * np.diff(cumulative), width=4.6, color=BLUE)
-    for name, ratio, colour, style in (("mr*", ideal, VERMILION, "-"), ("ratio in use", adopted, ORANGE, "--")):
+    for name, ratio, colour, style in (("mr*", ideal, VERMILION, "-"), ("maximal ratio in use", adopted, ORANGE, "--")):
         share = (counts <= ratio_to_patches(ratio, num_patches)).double().mean().item()
-        label = f"{name}: {100 * ratio:g} %, keeps {100 * share:.2f} % of the frames whole"
+        label = f"{name} = {100 * ratio:g} %: {100 * share:.2f} % of the frames lose no salient patch"
         axis.axvline(100 * ratio, color=colour, linewidth=3, linestyle=style, label=label)
     axis.set_title(title)
-    axis.set_xlabel("salient patches, % of all")
+    axis.set_xlabel(f"K, a frame's salient patches, in % of its {num_patches}")
     axis.set_ylabel("% of the frames")
     axis.set_xticks(range(0, 101, 10))
     figure.legend(loc="outside lower center")  # outside, so that it covers no bar
-    write_whole(path, figure.savefig)
-
-
-def draw_loss(losses, held_out_losses, path):
-    """The pre-training curve: the loss of each step, and of the held-out frames at the end of each epoch."""
-    ends = np.linspace(0, len(losses), len(held_out_losses) + 1)[1:] - 1  # the epochs' last steps
-    figure = Figure(figsize=(9, 5.4))
-    axis = figure.subplots()
-    axis.plot(losses, color=BLUE, linewidth=1, alpha=0.7, label="training batches")
-    label = "held-out frames, at --mae-mask-ratio"
-    axis.plot(ends, held_out_losses, color=VERMILION, linewidth=2.5, marker="o", markersize=5, label=label)
-    axis.set_yscale("log")
-    axis.set_xlabel("step")
-    axis.set_ylabel("loss, Eq. (1)")
-    axis.grid(alpha=0.3, which="both")
-    axis.legend()
-    write_whole(path, figure.savefig)
+    with atomic(path) as temporary:
+        figure.savefig(temporary)
 
 
 # ---------------------------------------------------------------------------------------- 6. Files and the command line
-def write_whole(path, write, *content, **options):
-    """Call `write(*content, temporary_path, **options)`, for instance torch.save with what to save, then rename the
-    file to `path`: a kill leaves the old file or the new one."""
+@contextmanager
+def atomic(path):
+    """A temporary path to write a file to, which becomes `path` after the block: a kill leaves the old file or the new
+    one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # same suffix: savefig takes the format from it
-    write(*content, temporary, **options)
+    yield temporary
     os.replace(temporary, path)
-
-
-def write_json(content, path):
-    """Write `content` as a JSON file, indented."""
-    path.write_text(json.dumps(content, indent=2))
 
 
 def read_checkpoint(path, device="cpu"):
@@ -759,16 +770,8 @@ def read_checkpoint(path, device="cpu"):
 
 def mae_sizes(args):
     """The keyword arguments of MaskedAutoencoder, from `args`."""
-    return {
-        "image_size": args.image_size,
-        "patch_size": args.patch_size,
-        "encoder_dim": args.encoder_dim,
-        "encoder_depth": args.encoder_depth,
-        "encoder_heads": args.encoder_heads,
-        "decoder_dim": args.decoder_dim,
-        "decoder_depth": args.decoder_depth,
-        "decoder_heads": args.decoder_heads,
-    }
+    names = "image_size patch_size encoder_dim encoder_depth encoder_heads decoder_dim decoder_depth decoder_heads"
+    return {name: getattr(args, name) for name in names.split()}
 
 
 def save_mae(path, mae, args, salient_counts):
@@ -781,7 +784,8 @@ def save_mae(path, mae, args, salient_counts):
         "args": vars(args),
         "salient_counts": salient_counts,
     }
-    write_whole(path, torch.save, content)
+    with atomic(path) as temporary:
+        torch.save(content, temporary)
 
 
 def load_mae(path, mae, args):
@@ -814,85 +818,94 @@ def fail(message):
 
 
 def parse_args():
-    """The command line as Args; with --resume, the arguments of the run that it names (fields that its args.json lacks
-    have their defaults), and of the command line only --device and --threads."""
-    args = tyro.cli(Args, config=(tyro.conf.DisallowNone,))  # "None" is a name like any other
+    """The command line as Args; with --resume, the arguments of the run that it names, and of the command line only
+    --device and --threads."""
+    # Args' base classes are the groups of --help; their names are no part of a flag. "None" is a name like any other.
+    groups = make_dataclass("Groups", [(part.__name__.removesuffix("Args"), part) for part in Args.__bases__])
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    parts = tyro.cli(groups, description=__doc__.partition("Sections:")[0], config=config)
+    args = Args(**{name: value for part in vars(parts).values() for name, value in vars(part).items()})
     given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
     if "--resume" not in given:
         return args
     if given - {"--resume", "--device", "--threads"}:
         fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
+    changed = {name: getattr(args, name) for name in ("resume", "device", "threads") if f"--{name}" in given}
     run_dir = Path(args.resume)
     try:
-        stored = Args(**json.loads((run_dir / "args.json").read_text()))
-    except (OSError, ValueError, TypeError):  # absent, damaged, or another script's
-        stored = None
-    if stored is None or (run_dir / "results.json").exists():
-        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    stored.resume = args.resume
-    for name in ("device", "threads"):
-        if f"--{name}" in given:
-            setattr(stored, name, getattr(args, name))
-    return stored
+        stored = json.loads((run_dir / "args.json").read_text())
+        untouched = stored.pop("checksum") == checksum(stored)
+        args = Args(**stored | changed)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):  # absent, damaged, or another script's
+        args = None
+    if args is None or (run_dir / "results.json").exists():
+        fail(f"--resume {run_dir} is not the folder of an unfinished run of this script; give one, runs/NAME")
+    if not untouched:
+        fail(f"--resume {run_dir}: its args.json is not as the run wrote it; put back what was changed")
+    if "device" in changed:
+        print("note: on another kind of device than before, the digits differ from a run's that never moved")
+    return args
 
 
-def check_same_run(checkpoint, args, device):
-    """Exit with one line unless args.json still has the arguments that the run's `checkpoint` was made with. Where a
-    run goes on may change; on another kind of device it says so."""
-    for name, value in checkpoint["args"].items():
-        if name not in ("resume", "device", "threads") and getattr(args, name) != value:
-            fail(f"--resume {args.resume}: {name} was {value}, args.json has {getattr(args, name)}; put it back")
-    if checkpoint["device"] != device.type:
-        print(f"goes on on {device.type}, not {checkpoint['device']}: its digits differ from a run's that never moved")
+def checksum(content):
+    """A number that tells a dict from one with other content."""
+    return zlib.crc32(json.dumps(content).encode())
 
 
-def hold_run(run_dir):
-    """Exit with one line where another process works on this run. Keep the file that is returned: the operating system
-    locks it for this process until that ends, be it by a kill."""
-    file = (run_dir / "args.json").open()
+def run_folder(args):
+    """The folder of the run: the one to go on with, or a new one in runs/."""
+    game = args.env_id.removeprefix("ALE/").split("-")[0]
+    default_name = f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"  # time in milliseconds
+    return Path(args.resume or f"runs/{args.run_name or default_name}")
+
+
+def open_run(args, run_dir, device):
+    """Create the run's folder, or with --resume take the one that is there. Exits with one line where another process
+    works on it. Keep the file that is returned: the system locks it for this process until that ends, be it by a
+    kill."""
+    if not args.resume:
+        run_dir.mkdir(parents=True)
+        with atomic(run_dir / "args.json") as path:
+            path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
+    lock = (run_dir / "args.json").open()
     if sys.platform != "win32":  # Windows has no fcntl
         import fcntl
 
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"--resume {run_dir}: another process is at work on this run; wait for it, or stop it")
         except OSError:  # a file system without locks
             pass
-    return file
+    signal.signal(signal.SIGINT, stop)
+    print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
+    return lock
 
 
 def stop(*_):
     """Ctrl-C: say in one line what is lost and how to go on; exit with status 130."""
-    main = globals()
-    at = "before training; pre-training goes on from its last whole epoch"
-    if "step" in main:
-        at = f"at step {main['step']}; the steps after {main['run'].saved_step} are lost"
-    line = f"stopped {at}; go on with: python {sys.argv[0]} --resume {main['run_dir']}"
-    atexit.register(print, line, file=sys.stderr)  # after what the progress bar prints last
+    step = globals().get("step", 0)  # main's
+    line = f"stopped at step {step}; what came after the last checkpoint is lost; go on with: python {sys.argv[0]}"
+    atexit.register(print, f"{line} --resume {run_dir}", file=sys.stderr)  # after what the progress bar prints last
     raise SystemExit(130)
 
 
 # Flags of all three scripts that may be 0, and shares, from 0 to 1.
-MAY_BE_0 = {"seed", "threads", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
+MAY_BE_0 = {"seed", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
 
 
 def check_each(args):
     """Exit with one line if any argument is invalid by itself."""
-    for field in fields(Args):
-        value = getattr(args, field.name)
-        flag = f"--{field.name.replace('_', '-')}"
-        allowed = get_args(field.type) or (field.type,)  # values of a Literal, types of int | None, or one type
-        if value not in allowed and type(value) not in allowed:  # tyro checks the command line, not an args.json
-            fail(f"{flag} is {value!r} in args.json; put back what the run began with")
-        if type(value) not in (int, float) or field.name in ("v_min", "v_max"):
+    for name, value in vars(args).items():
+        if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
-        limit = 1 if field.name in SHARES else 2_147_483_647
-        may_be_0 = field.name in MAY_BE_0 | SHARES
+        limit = 1 if name in SHARES else 2_147_483_647
+        may_be_0 = name in MAY_BE_0 | SHARES
         if not (0 < value <= limit or (value == 0 and may_be_0)):  # this form also refuses nan
-            fail(f"{flag} is {value}; give {'at least' if may_be_0 else 'above'} 0, at most {limit}")
+            least = "at least" if may_be_0 else "above"
+            fail(f"--{name.replace('_', '-')} is {value}; give {least} 0, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
@@ -912,7 +925,7 @@ def check_args(args):
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
         fail(
-            f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number of at least 3"
+            f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, at least 3 times it"
         )
     for part in ("encoder", "decoder"):
         dim = getattr(args, f"{part}_dim")
@@ -955,21 +968,13 @@ if __name__ == "__main__":
     check_args(args)
     device = pick_device(args.device)
     keep_freed_memory()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    game = args.env_id.removeprefix("ALE/").split("-")[0]
-    default_name = f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"  # time in milliseconds
-    run_dir = Path(args.resume or f"runs/{args.run_name or default_name}")
+    torch.set_num_threads(args.threads)
+    run_dir = run_folder(args)
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     if args.mae_checkpoint is not None:
         load_mae(args.mae_checkpoint, mae, args)
-    if not args.resume:  # nothing is created before this
-        run_dir.mkdir(parents=True)
-        write_whole(run_dir / "args.json", write_json, vars(args))
-    lock = hold_run(run_dir)
-    signal.signal(signal.SIGINT, stop)
-    print(f"device {device}, {torch.get_num_threads()} CPU threads, {run_dir}; if stopped: --resume {run_dir}")
+    lock = open_run(args, run_dir, device)  # nothing is created before this
     print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")
 
     # Pre-train on random play, or only collect some.
@@ -985,12 +990,7 @@ if __name__ == "__main__":
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    made_with = args  # of a given MAE, the arguments that are stored with it
-    if args.mae_checkpoint is not None:
-        stored = read_checkpoint(args.mae_checkpoint).get("args")
-        if isinstance(stored, dict):  # facebookresearch/mae saves a Namespace
-            made_with = SimpleNamespace(**(vars(args) | stored))
-    save_mae(run_dir / "mae.pt", mae, made_with, salient_counts)
+    save_mae(run_dir / "mae.pt", mae, args, salient_counts)
     counts = salient_counts["counts"]
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)
@@ -1008,10 +1008,13 @@ if __name__ == "__main__":
     ratios = (max_ratio, max_ratio / 2)
     draw_selection(mae, examples[2::4], errors[2::4], ratios, args.lorenz_slope, figures / "salient_selection.png")
     draw_salient_patches(mae, examples, errors, max_patches, args.lorenz_slope, figures / "salient_patches.png")
-    title = f"{game}: {len(counts):,} frames, slope {args.lorenz_slope:g}"
+    title = (
+        f"{args.env_id}: how many patches are salient in {len(counts):,} frames of random play?\n"
+        "The maximal ratio is the largest share of a frame that the agent may see.\n"
+        "mr* is the smallest one, in steps of 5 %, at which more than\n"
+        f"{100 * args.coverage:g} % of the frames lose no salient patch."
+    )
     draw_max_ratio(counts, mae.num_patches, ideal, max_ratio, title, figures / "max_ratio.png")
-    if losses["loss"]:
-        draw_loss(losses["loss"], losses["held_out_loss"], figures / "loss.png")
 
     # The report.
     results = {
@@ -1032,7 +1035,8 @@ if __name__ == "__main__":
         "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
-    write_whole(run_dir / "results.json", write_json, results)
+    with atomic(run_dir / "results.json") as path:
+        path.write_text(json.dumps(results, indent=2))
     (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
     if losses["loss"]:
         print(

@@ -77,7 +77,7 @@ def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
         torch.set_num_threads(threads)
         signal.signal(signal.SIGINT, interrupt)
         for file in gc.get_objects():  # the run's lock, which its process would hold to its end
-            if isinstance(file, io.TextIOWrapper) and str(file.name).endswith("args.json"):
+            if type(file) is io.TextIOWrapper and str(getattr(file, "name", "")).endswith("args.json"):
                 file.close()
 
 

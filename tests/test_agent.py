@@ -293,7 +293,8 @@ def an_update(limit=10.0):
     online.resample_noise(torch.Generator().manual_seed(6))
     target.resample_noise(torch.Generator().manual_seed(7))
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
-    metrics = spirl.learn(online, target, optimizer, replay, 8, 0.7, limit, torch.Generator().manual_seed(5))
+    metrics = spirl.learn(spirl.Args(batch_size=8, max_grad_norm=limit), online, target, optimizer, replay, 0.7,
+                          torch.Generator().manual_seed(5))
     return expected, {"metrics": metrics, "replay": replay, "online": online, "target": target, "weights": weights}
 
 
@@ -328,20 +329,25 @@ def test_an_update_moves_every_parameter_and_clips_the_gradients_norm(limit):
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_an_update_that_is_not_finite_is_an_error_and_is_not_taken(wrong):
+def test_a_gradient_that_is_not_finite_stays_to_be_seen(wrong):
+    """`learn` does not look, since a look waits for a GPU; what main looks at before it saves does not heal by itself."""
     torch.manual_seed(0)
     online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
     replay = spirl.Replay(64, (3, 64), torch.float32, "cpu", 4, 3, 0.9)
     for t in range(40):
         replay.append(torch.randn(3, 64), 3, t == 0)
         replay.complete(t % 4, 1.0, t == 39)
-    replay.frames[20] = wrong
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, fused=True)
-    before = [p.clone() for p in online.parameters()] + [replay.priorities.clone()]
-    with pytest.raises(RuntimeError, match="non-finite"):
-        spirl.learn(online, target, optimizer, replay, 40, 0.7, 10.0, torch.Generator().manual_seed(5))
-    after = [*online.parameters(), replay.priorities]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    args, generator = spirl.Args(batch_size=40), torch.Generator().manual_seed(5)
+    spirl.learn(args, online, target, optimizer, replay, 0.7, generator)
+    torch.nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)  # main's look
+    replay.frames[20] = wrong
+    spirl.learn(args, online, target, optimizer, replay, 0.7, generator)
+    replay.frames[20] = 0
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)
+        spirl.learn(args, online, target, optimizer, replay, 0.7, generator)
 
 
 LENGTH, KINDS, DISCOUNT = 4, 4, 0.9
@@ -383,7 +389,7 @@ def walk(seed, steps, update):
         starts, at, kind = at == LENGTH, at % LENGTH, int(rng.integers(KINDS))
         replay.append(room(kind), 2, starts)
         if update and step >= 200:
-            spirl.learn(online, target, optimizer, replay, 32, 0.6, 10.0, generator)
+            spirl.learn(spirl.Args(), online, target, optimizer, replay, 0.6, generator)
             if step % 25 == 0:
                 target.load_state_dict(online.state_dict())
     online.eval()

@@ -30,14 +30,14 @@ COMMON = [
     (["--resume", "damaged"], "--resume damaged is not the folder of an unfinished run"),
     (["--resume", "null"], "--resume null is not the folder of an unfinished run"),
     (["--resume", "None"], "--resume None is not the folder of an unfinished run"),
-    (["--resume", ""], "--resume  is not the folder of an unfinished run"),
-    (["--resume", "edited"], "--seed is '1' in args.json; put back what the run began with"),
+    (["--resume", ""], "--resume . is not the folder of an unfinished run"),
+    (["--resume", "edited"], "--resume edited: its args.json is not as the run wrote it; put back what was changed"),
     (["--device", "meta"], "--device meta is not available; give auto, cpu"),
     (["--run-name", "\udcff"], "--run-name or --resume has letters that this terminal cannot print"),
 ]
 OF_MAE = [
-    (["--image-size", "100"], "--image-size 100 must be --patch-size 8 times"),
-    (["--image-size", "16"], "--image-size 16 must be --patch-size 8 times a whole number of at least 3"),
+    (["--image-size", "100"], "--image-size 100 must be a multiple of --patch-size 8"),
+    (["--image-size", "16"], "--image-size 16 must be .* at least 3 times it"),
     (["--encoder-heads", "5"], "--encoder-dim 64 must be a multiple of --encoder-heads 5"),
     (["--decoder-dim", "66", "--decoder-heads", "2"], "--decoder-dim 66 must be a multiple of --decoder-heads 2"),
     (["--mae-checkpoint", ""], "there is no file ''; give another"),
@@ -75,6 +75,14 @@ ROWS += [("spirl_baselines.py", flags, message) for flags, message in OF_AGENT]
 ROWS += [
     ("spirl_rainbow.py", ["--mae-checkpoint", "empty.pt", "--mae-frames", "500"], "--mae-frames is for pre-training"),
     ("spirl_rainbow.py", ["--mae-checkpoint", "pong.pt", "--env-id", "ALE/Pong-v5"], "pong.pt has no counts"),
+    ("spirl_rainbow.py", ["--agent-checkpoint", "agent.pt"], "--agent-checkpoint needs --mae-checkpoint"),
+    ("spirl_rainbow.py", ["--mae-checkpoint", "right.pt", "--agent-checkpoint", "nowhere.pt"], "there is no file"),
+    ("spirl_rainbow.py", ["--mae-checkpoint", "right.pt", "--agent-checkpoint", "right.pt"],
+     "right.pt is not an agent.pt of this script"),
+    ("spirl_rainbow.py", ["--mae-checkpoint", "right.pt", "--agent-checkpoint", "agent.pt"],
+     "agent.pt has env_id ALE/Seaquest-v5; give --env-id ALE/Seaquest-v5, or another checkpoint"),
+    ("spirl_rainbow.py", ["--mae-checkpoint", "right.pt", "--agent-checkpoint", "wide.pt"],
+     "wide.pt has agent_dim 64; give --agent-dim 64, or another checkpoint"),
     ("spirl_mae.py", ["--coverage", "1"], "--coverage must be below 1"),
     ("spirl_baselines.py", ["--mae-checkpoint", "empty.pt"], "--mae-checkpoint is not for --method de-rainbow"),
     ("spirl_baselines.py", ["--mae-frames", "5000"], "--mae-frames is not for --method de-rainbow; leave it out"),
@@ -97,15 +105,19 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(tmp_path
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged/args.json").write_text('{"seed": 1')
     (tmp_path / "edited").mkdir()
-    (tmp_path / "edited/args.json").write_text('{"seed": "1"}')
+    (tmp_path / "edited/args.json").write_text('{"seed": "1", "checksum": 1}')
     (tmp_path / "null").mkdir()
     (tmp_path / "null/args.json").write_text("null")
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     torch.save(small, tmp_path / "small.pt")
     torch.save({"model": 5}, tmp_path / "foreign.pt")
     agent = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 4)
-    torch.save({"model": agent.state_dict(), "args": {}, "step": 100, "max_patches": 50}, tmp_path / "agent.pt")
+    for name, changed in (("agent.pt", {"env_id": "ALE/Seaquest-v5"}), ("wide.pt", {"agent_dim": 64})):
+        agent_args = vars(spirl_rainbow.Args(**changed))
+        content = {"model": agent.state_dict(), "args": agent_args, "step": 100, "max_patches": 50}
+        torch.save(content, tmp_path / name)
     spirl_mae.save_mae(tmp_path / "pong.pt", spirl_mae.MaskedAutoencoder(), spirl_mae.Args(env_id="ALE/Pong-v5"), {})
+    spirl_mae.save_mae(tmp_path / "right.pt", spirl_mae.MaskedAutoencoder(), spirl_mae.Args(), {})
     (tmp_path / "cut.pt").write_bytes((tmp_path / "pong.pt").read_bytes()[:1_000_000])
     (tmp_path / "random.pt").write_bytes(random.Random(0).randbytes(1000))
     torch.save({"model": Code()}, tmp_path / "code.pt")
@@ -147,7 +159,7 @@ def test_every_number_is_checked(script, capsys):
     module, tried = SCRIPTS[script], 0
     shares = {"gamma", "mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "priority_exponent",
               "priority_weight", "eval_epsilon"}
-    zero_works = shares | {"seed", "threads", "checkpoint_frequency", "eval_frequency", "noisy_std", "mae_weight_decay"}
+    zero_works = shares | {"seed", "checkpoint_frequency", "eval_frequency", "noisy_std", "mae_weight_decay"}
     for field in dataclasses.fields(module.Args):
         if field.type not in (int, float, int | None, float | None) or field.name in ("v_min", "v_max"):
             continue

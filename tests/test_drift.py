@@ -12,19 +12,21 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 
 # Names defined in more than one script, with the same source in each.
 SHARED = {
-    "fail", "parse_args", "check_same_run", "hold_run", "stop", "MAY_BE_0", "SHARES", "check_each", "pick_device", "COLLECT", "PRETRAIN", "PLAY", "ACT",
+    "fail", "parse_args", "checksum", "run_folder", "open_run", "stop", "MAY_BE_0", "SHARES", "check_each", "pick_device", "COLLECT", "PRETRAIN", "PLAY", "ACT",
     "LEARN", "EVALUATE", "game_seeds", "sincos_positions", "Block", "normalize_patches", "initialize", "MaskedAutoencoder",
     "PAPER_MAE_FRAMES", "HELD_OUT_FRAMES", "collect_random_frames", "warmup_cosine", "pretrain_mae",
     "surrounding_patches", "rebuild_from_surroundings", "reconstruction_error_map", "ErrorMapCache",
     "select_salient_patches", "count_salient_patches", "encode_patches", "PAPER_MAX_RATIO", "ratio_to_patches",
     "ideal_max_ratio", "Replay", "NoisyLinear", "SalientPatchTransformer", "RainbowNetwork", "project_distribution",
     "c51_loss", "learn", "evaluate", "attended_patches", "mark_patches", "draw_policy_attention", "save_video",
-    "write_whole", "write_json", "read_checkpoint", "mae_sizes", "save_mae", "load_mae", "keep_freed_memory",
+    "atomic", "read_checkpoint", "mae_sizes", "save_mae", "load_mae", "keep_freed_memory",
 }
 
 # Names that differ on purpose, and why.
 DIFFERENT = {
     "Args": "each script has the arguments that it reads; a field in two scripts is compared on its own, below",
+    "RunArgs": "the same", "PretrainingArgs": "the same", "SelectionArgs": "the same", "AgentArgs": "the same",
+    "TrainingArgs": "the same",
     "check_args": "each script checks what it has, after check_each",
     "make_envs": "DE-Rainbow sees 84x84 grey frames; the lines that differ are listed below, and no other may",
 }
@@ -33,21 +35,18 @@ DIFFERENT = {
 # is equal.
 # The replay holds the embeddings of the selected patches, whose number K and error map are SPIRL's alone.
 ONLY_SPIRL = {
-    'args.frame_stack * args.agent_dim,',
-    '(max_patches, args.encoder_dim),',
-    'torch.float16,',
-    'error_map = ErrorMapCache(mae)',
-    'lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None',
-    'preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)',
+    'if args.agent_checkpoint is not None:  # all steps are done: what is left is to evaluate',
+    'online.load_state_dict(trained["model"])',
+    'run.saved_step = args.total_timesteps',
     'error_map.errors.update(checkpoint["errors"])',
     '"errors": error_map.errors,',
-    "# A copy: an error's last digits depend on what else was computed with it, and training should not change",
-    "# with the number of evaluations.",
+    "# Evaluate, with a copy of the known errors: an error's last digits depend on what else was computed with it,",
+    "# and training should not change with the number of evaluations.",
     "eval_error_map = ErrorMapCache(mae)",
     'eval_error_map.errors.update(error_map.errors)',
     'eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)',
-    'eval_preprocess,',
-    '"max_patches": max_patches,',
+    'scores, recording = evaluate(args, online, eval_preprocess)',
+    'agent = {"model": online.state_dict(), "args": vars(args), "step": eval_step, "max_patches": max_patches}',
     'marked = []',
     'for frame, state in recording:',
     'errors = eval_error_map(torch.from_numpy(frame[None]))',
@@ -59,10 +58,9 @@ ONLY_SPIRL = {
 }
 # The replay holds pixels, or the embeddings of all patches; figures mark patches only where there are some.
 ONLY_BASELINES = {
-    'trunk_dim,',
-    'frame_shape,',
-    'frame_dtype,',
-    'preprocess,',
+    '# Evaluate.',
+    'scores, recording = evaluate(args, online, preprocess)',
+    'agent = {"model": online.state_dict(), "args": vars(args), "step": eval_step}',
     'if args.method == "mae-all":',
     'side = mae.side',
     'patch_ids = torch.arange(mae.num_patches, device=device)[None]',
@@ -126,10 +124,11 @@ def definitions(source):
 
 
 def fields(source):
-    """Fields of Args: name -> (type, default, help: the comment beside it, or the lines above it)."""
-    body = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "Args").body
+    """Fields of Args, that is of its base classes: name -> (type, default, help: the comment beside it, or the lines
+    above it)."""
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     lines, found = source.splitlines(), {}
-    for node in body:
+    for node in [node for base in classes["Args"].bases for node in classes[base.id].body]:
         if isinstance(node, ast.AnnAssign):
             help, above = lines[node.lineno - 1].partition("  # ")[2], node.lineno - 2
             while not help or lines[above].startswith("    # ") and lines[above + 1].startswith("    # "):
@@ -162,6 +161,8 @@ def drift(sources):
         read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name) and node.value.id == "args"
                 and isinstance(node.ctx, ast.Load) and node not in checks}
+        read |= {name for function in tree.body if getattr(function, "name", "") == "mae_sizes"  # it names them
+                 for node in ast.walk(function) if isinstance(node, ast.Constant) for name in str(node.value).split()}
         wrong += [f"{script}: nothing reads Args.{name}" for name in fields(source) if name not in read]
         for node in ast.walk(tree):
             modules = []
@@ -185,7 +186,7 @@ def drift(sources):
 def lines_apart(left, right):
     """The lines, without indentation, that only one of two texts has: a pair of sets."""
     lines = list(difflib.unified_diff(left.splitlines(), right.splitlines(), n=0, lineterm=""))[2:]  # no file names
-    return tuple({line[1:].strip() for line in lines if line.startswith(sign)} for sign in "-+")
+    return tuple({line[1:].strip() for line in lines if line.startswith(sign)} - {""} for sign in "-+")
 
 
 def training_loop(source):

@@ -202,7 +202,7 @@ def oracle_game(policy, seed, args):
 
 
 def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
-    args = dataclasses.replace(spirl.Args(env_id="ALE/MsPacman-v5"), max_episode_frames=600)
+    args = spirl.Args(env_id="ALE/MsPacman-v5", seed=5, max_episode_frames=600, eval_episodes=4, eval_epsilon=0.0)
     policy = FirstPixels(9).train()
     seeds = spirl.game_seeds(5, spirl.EVALUATE, num=4)
     expected = [oracle_game(policy, seed, args) for seed in seeds]
@@ -214,8 +214,7 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
         return read_pixels(frames)
 
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    envs = spirl.make_envs(args, 4)
-    scores, recording = spirl.evaluate(policy, preprocess, envs, seeds, 4, 0.0, np.random.default_rng(0))
+    scores, recording = spirl.evaluate(args, policy, preprocess)
     assert scores == [score for score, _ in expected] and len(set(scores)) > 1
     lengths = [length for _, length in expected]
     assert batches == [sum(length > t for length in lengths) for t in range(max(lengths))]  # only games that go on
@@ -225,19 +224,18 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
     frame, (stack, counts) = recording[2]
     assert frame.shape == (96, 96, 3) and counts.tolist() == [[0, 1, 1, 1]]
     assert torch.equal(stack[0, 3], read_pixels(frame[None])[0][0])
-    rng = np.random.default_rng(0)
-    assert spirl.evaluate(policy, read_pixels, envs, seeds, 4, 1.0, rng)[0] != scores
+    assert spirl.evaluate(dataclasses.replace(args, eval_epsilon=1.0), policy, read_pixels)[0] != scores
 
 
 def test_a_game_is_scored_to_the_step_that_cuts_it_off_though_it_loses_a_life_there():
-    env, rng = make("MsPacman"), np.random.default_rng(0)
-    _, info = env.reset(seed=np.array([3]))
+    env, rng = make("MsPacman"), np.random.default_rng([1, spirl.EVALUATE])
+    _, info = env.reset(seed=spirl.game_seeds(1, spirl.EVALUATE))
     score, length, lives = 0, 0, info["lives"][0]
     while info["lives"][0] == lives:
         action = rng.integers(9, size=1)
         rng.random(1)  # evaluate draws whether the action is random
         _, reward, _, _, info = env.step(action)
         score, length = score + float(reward[0]), length + 1
-    envs = make("MsPacman", max_episode_frames=4 * length)
-    scores, recording = spirl.evaluate(FirstPixels(9), read_pixels, envs, np.array([3]), 4, 1.0, np.random.default_rng(0))
+    args = spirl.Args(env_id="ALE/MsPacman-v5", max_episode_frames=4 * length, eval_episodes=1, eval_epsilon=1.0)
+    scores, recording = spirl.evaluate(args, FirstPixels(9), read_pixels)
     assert scores == [score] and len(recording) == length

@@ -1,11 +1,13 @@
 """spirl_mae.py: what its figures show, that it repeats itself, and that its checkpoints travel between the scripts."""
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
 import torch
 from conftest import LOADED, SMALL, finished, in_background, run
+from matplotlib.figure import Figure
 from test_mae import count
 
 import spirl_mae
@@ -41,7 +43,7 @@ def again(folder):
 def test_a_run_leaves_what_the_readme_says(first):
     path, results, printed = first
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
-    figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio", "loss"}
+    figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio"}
     assert names == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
     assert results["steps"] == 24 and len(results["held_out_losses"]) == 6
     assert results["held_out_losses"][-1] < results["held_out_losses"][0]
@@ -65,7 +67,7 @@ def test_the_same_seed_gives_the_same_weights_bit_for_bit(first, again):
 def test_checkpoints_travel_between_the_scripts(first, again):
     _, (played, results), (looked, seen, _) = again
     assert results["updates"] == 10
-    assert seen["steps"] == 0 and seen["pretraining_seconds"] is None and not (looked / "figures/loss.png").exists()
+    assert seen["steps"] == 0 and seen["pretraining_seconds"] is None
     begun, *others = [torch.load(path / "mae.pt", weights_only=True) for path in (first[0], played, looked)]
     for other in others:
         assert all(torch.equal(begun["model"][name], other["model"][name]) for name in begun["model"])
@@ -91,7 +93,8 @@ def test_decoder_pictures_are_of_patch_tokens_alone(trained_mae):
 def drawn(monkeypatch):
     """Figures as the script draws them, kept for a look instead of being written."""
     figures = []
-    monkeypatch.setattr(spirl_mae, "write_whole", lambda path, write, **options: figures.append(write.__self__))
+    monkeypatch.setattr(spirl_mae, "atomic", contextlib.nullcontext)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
     return figures
 
 
@@ -104,8 +107,9 @@ def test_the_reconstruction_figure(trained_mae, random_play, drawn):
     spirl_mae.draw_reconstruction(trained_mae, frames, None)
     axes = np.array(drawn[0].axes[: 6 * len(frames)]).reshape(len(frames), 6)
     titles = [axis.get_title().replace("\n", " ") for axis in axes[0]]
-    assert titles == ["frame", "rebuilt from surroundings", "error map (brighter: larger)",
-                      "decoder alone: [mask] + positions", "decoder alone: positions", "decoder alone: [mask]"]
+    assert titles == [
+        "frame", "each patch guessed from those around it", "error of the guess (bright: large)",
+        "seeing nothing but [mask] + positions", "seeing nothing but positions", "seeing nothing but [mask]"]
     rebuilt = spirl_mae.rebuild_from_surroundings(trained_mae, frames)
     errors = spirl_mae.reconstruction_error_map(trained_mae, frames)
     target = spirl.normalize_patches(trained_mae.patchify(frames))
@@ -141,16 +145,21 @@ def test_the_selection_figures(trained_mae, random_play, drawn):
     for column in range(3):
         k, order = int(count[column]), patch_ids[column].tolist()
         ascending = sorted(errors[column].tolist())
-        line, _, point, tangent = axes[0, column].get_lines()
+        line, tangent, point = axes[0, column].get_lines()
         assert tangent.get_slope() == 0.5
         for n in (0, 1, 70, 144):
             assert line.get_xdata()[n] == pytest.approx(n / 144)
             assert line.get_ydata()[n] == pytest.approx(sum(ascending[:n]) / sum(ascending), abs=1e-5)
-        assert point.get_xdata() == [pytest.approx(1 - k / 144)] and str(k) in axes[1, column].get_title()
+        assert point.get_xdata() == [pytest.approx(1 - k / 144)] and axes[0, column].get_title() == f"K = {k} of 144"
+        kept = axes[0, column].patches[0]  # from the cut to the right end
+        assert [kept.get_x(), kept.get_x() + kept.get_width()] == pytest.approx([1 - k / 144, 1])
         for axis, kept in zip(axes[1:, column], (k, 28, 14)):
-            assert axis.get_title().endswith(f": {kept}")
+            assert axis.get_title().endswith(f" {kept}")
             assert {i for i in range(144) if is_marked(images(axis), i)} == set(order[:kept])
+    legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert [name.split()[0] for name in legend] == ["Lorenz", "slope", "the", "kept"]  # each once, not in each column
     spirl_mae.draw_salient_patches(trained_mae, frames, errors, 28, 0.5, None)
+    assert "at most 28" in drawn[1].get_suptitle()
     capped_ids, capped = spirl.select_salient_patches(errors, 28)
     for axis, ids, k in zip(drawn[1].axes, capped_ids.tolist(), capped.tolist()):
         assert {i for i in range(144) if is_marked(images(axis), i)} == set(ids[:k])
@@ -177,12 +186,5 @@ def test_the_max_ratio_figure(drawn):
         {2.5: 30.0, 7.5: 50.0, 32.5: 15.0, 37.5: 5.0})
     assert [line.get_xdata()[0] for line in axis.get_lines()] == [40.0, 35.0]
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
-        "mr*: 40 %, keeps 100.00 % of the frames whole", "ratio in use: 35 %, keeps 95.00 % of the frames whole"]
-
-
-def test_the_loss_figure(drawn):
-    spirl_mae.draw_loss([0.9, 0.5, 0.4, 0.3], [0.6, 0.2], None)
-    lines = drawn[0].axes[0].get_lines()
-    assert [list(map(float, line.get_ydata())) for line in lines] == [[0.9, 0.5, 0.4, 0.3], [0.6, 0.2]]
-    assert lines[1].get_xdata().tolist() == [1, 3]  # the last of two batches an epoch
-    assert drawn[0].axes[0].get_yscale() == "log"
+        "mr* = 40 %: 100.00 % of the frames lose no salient patch",
+        "maximal ratio in use = 35 %: 95.00 % of the frames lose no salient patch"]

@@ -73,6 +73,21 @@ assert all(inside) and len(heap()) == length, (inside, length, len(heap()))
     assert done.returncode == 0, done.stderr
 
 
+def test_a_trained_agent_is_watched_and_nothing_is_learned(tmp_path, small_run, monkeypatch):
+    path, results = small_run
+    flags = [*LOADED, "--mae-checkpoint", path / "mae.pt", "--agent-checkpoint", path / "agent.pt", "--capture-video"]
+    end = run_here(tmp_path, monkeypatch, *flags, "--run-name", "watched")
+    watched = tmp_path / "runs/watched"
+    again = json.loads((watched / "results.json").read_text())
+    assert again["scores"] == results["scores"] and again["steps"] == 240 and again["updates"] == 0
+    weights = torch.load(path / "agent.pt", weights_only=True)["model"]
+    assert all(torch.equal(value, weights[name]) for name, value in end["online"].state_dict().items())
+    names = {str(file.relative_to(watched)) for file in watched.rglob("*") if file.is_file() and "tfevents" not in str(file)}
+    assert names == {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png",
+                     "videos/policy.gif"}
+    assert (watched / "videos/policy.gif").read_bytes()[:6] == b"GIF89a"
+
+
 def oracle_slots(args, steps):
     """What the replay must hold after `steps` random steps, a dict a slot, and (step, raw score) of each game.
 
@@ -119,7 +134,7 @@ def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, game, max_
     replay, known = end["replay"], len(slots) - 1  # the last one has got its action by now
     for name, field in (("action", "actions"), ("ended", "ended"), ("reward", "rewards")):
         assert getattr(replay, field)[:known].tolist() == [slot[name] for slot in slots[:known]], name
-    assert replay.lives[:known].tolist() == (np.cumsum([slot["starts"] for slot in slots[:known]]) - 1).tolist()
+    assert replay.life_ids[:known].tolist() == (np.cumsum([slot["starts"] for slot in slots[:known]]) - 1).tolist()
     for t, slot in enumerate(slots[:known]):  # drawn from when its n steps, or the end of its life or game, are known
         ended = any(later["starts"] for later in slots[t + 1 : t + 21]) or slot["ended"]
         assert (replay.priorities[t] > 0).item() == (slot["action"] >= 0 and (ended or t + 20 <= known + 1)), t
@@ -159,7 +174,7 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
             best = int((log_probs.exp() * network.support).sum(2).argmax())
             acted.append((loop["step"], network is loop["online"], best, noise.clone()))
         elif not network.training:
-            evaluated.setdefault(loop["step"], {name: v.clone() for name, v in network.state_dict().items()})
+            evaluated.setdefault(loop["eval_step"], {name: v.clone() for name, v in network.state_dict().items()})
 
     def stepped(optimizer, *args):
         loop = vars(sys.modules["__main__"])
@@ -206,7 +221,7 @@ def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, mon
 def other_settings(folder):
     """Frostbite with masked padding; MsPacman with a [pad] token and mean pooling in the 400K setting's regime."""
     short = ["--max-episode-frames", "300", "--eval-episodes", "2", "--total-timesteps", "160"]
-    return (finished(folder, "mask", *SMALL, *short, "--padding", "mask", "--mae-amp", "--mae-mask-spread", "0.2"),
+    return (finished(folder, "mask", *SMALL, *short, "--padding", "mask", "--mae-mask-spread", "0.2"),
             finished(folder, "token", *SMALL, *short, "--padding", "token", "--pooling", "mean", "--env-id",
                      "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "80"))
 
@@ -240,6 +255,15 @@ def test_the_target_network_begins_as_a_copy_of_the_online_one(tmp_path, small_r
     assert end["run"].updates == 3  # too few for another copy
     assert all(torch.equal(target[name], p) for name, p in first.named_parameters())
     assert not any(torch.equal(online[name], p) for name, p in first.named_parameters())
+
+
+def test_a_run_stops_at_what_is_not_finite_and_keeps_the_checkpoint_before(tmp_path, small_run, monkeypatch):
+    flags = [*LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--total-timesteps", 200, "--run-name", "diverged"]
+    with pytest.raises(RuntimeError, match="non-finite"):
+        run_here(tmp_path, monkeypatch, *flags, "--learning-rate", 2e9, "--checkpoint-frequency", 20)
+    checkpoint = torch.load(tmp_path / "runs/diverged/checkpoint.pt", weights_only=True)
+    assert checkpoint["run"]["saved_step"] == 120  # after the last random step
+    assert all(value.isfinite().all() for value in checkpoint["online"].values())
 
 
 def test_evaluation_adds_nothing_to_the_cache_of_training(tmp_path, small_run, monkeypatch):

@@ -170,13 +170,12 @@ def test_sampling_frequencies_against_the_definition():
     assert (((counts - expected) ** 2 / expected)[1:].sum()) < 30  # chi-square; 7 degrees of freedom, p < 1e-4
 
 
-def test_sampling_before_anything_can_be_drawn_is_refused():
+def test_sampling_before_anything_can_be_drawn_gives_nan_and_not_a_number_to_learn_from():
     replay = spirl.Replay(64, (1,), torch.float32, "cpu", S, N, GAMMA)
     for t in range(N):
         replay.append(torch.zeros(1), 1, t == 0)
         replay.complete(0, 0.0, False)
-    with pytest.raises(ValueError, match="no slot can be drawn yet: store 5 steps, or one life to its end"):
-        replay.sample(2, 0.5, torch.Generator())
+    assert replay.sample(2, 0.5, torch.Generator())[1].isnan().all()
     replay.append(torch.zeros(1), 1, False)
     assert replay.sample(2, 0.5, torch.Generator())[0].tolist() == [0, 0]
 

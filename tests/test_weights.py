@@ -16,10 +16,12 @@ PAPER_IDEAL_RATIO = {"ALE/Frostbite-v5": 0.40, "ALE/MsPacman-v5": 0.35, "ALE/Sea
                      "ALE/BattleZone-v5": 0.30}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests/weights").glob("*.pt")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in sorted((ROOT / "tests/weights").glob("*.pt")) if "_agent" not in path.stem], ids=lambda path: path.stem)
 def test_shipped_weights(path, maes, random_play):
     content = torch.load(path, weights_only=True)
-    args, counted = spirl_mae.Args(**content["args"]), content["salient_counts"]
+    known = vars(spirl_mae.Args())  # what was saved may have a flag that is gone
+    args = spirl_mae.Args(**{name: value for name, value in content["args"].items() if name in known})
+    counted = content["salient_counts"]
     assert args.mae_mask_spread == 0.21 and content["env_id"] == args.env_id == f"ALE/{path.stem}-v5"
     assert all(value.dtype == torch.float32 for value in content["model"].values())
     assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 5000

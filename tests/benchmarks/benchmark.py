@@ -151,7 +151,7 @@ def learner(device, patches=None, capacity=100_000):
     replay.actions.random_(0, 18)
     replay.rewards.bernoulli_(0.05)
     replay.priorities.uniform_(0.01, 1)
-    replay.lives.copy_((torch.rand(capacity, device=device) < 0.005).cumsum(0))
+    replay.life_ids.copy_((torch.rand(capacity, device=device) < 0.005).cumsum(0))
     return online, target.requires_grad_(False), optimizer, replay, torch.Generator(device).manual_seed(1)
 
 
@@ -161,17 +161,18 @@ def update(args, device):
     for patches in (28, 43, 50, 144, None):
         torch._dynamo.reset()  # one shape at a time, as in a run
         times = []
-        for loss_function in (spirl.c51_loss, torch.compile(spirl.c51_loss, dynamic=False)):
+        plain = spirl.c51_loss
+        for spirl.c51_loss in (plain, torch.compile(plain, dynamic=False)):
             online, target, optimizer, replay, generator = learner(device, patches)
-            learn = functools.partial(spirl.learn, online, target, optimizer, replay, 32, 0.5, 10.0, generator,
-                                      loss_function)
+            learn = functools.partial(spirl.learn, spirl.Args(), online, target, optimizer, replay, 0.5, generator)
             times.append(milliseconds(learn, device, 100))
+        spirl.c51_loss = plain
         name = f"{patches} patches" if patches else "DE-Rainbow"
         print(f"| {name} | {times[0]:.1f} | {times[1]:.1f} | {matrix_rate(device):.0f} |", flush=True)
         if patches == 28:
             with profile() as profiler:
                 for _ in range(20):
-                    spirl.learn(online, target, optimizer, replay, 32, 0.5, 10.0, generator)
+                    spirl.learn(spirl.Args(), online, target, optimizer, replay, 0.5, generator)
     print()
     shares(profiler)
 
@@ -235,11 +236,10 @@ def pretraining(args, device):
     masks = torch.Generator(device).manual_seed(1)
     patches = mae.patchify(frames)
     kept = torch.rand(64, 144, device=device).argsort(1)[:, :36]
-    model, amp = mae, False
+    model = mae
 
     def forward():
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            return model(frames, 0.75, masks)[0]
+        return model(frames, 0.75, masks)[0]
 
     def train():
         loss = forward()
@@ -268,9 +268,7 @@ def pretraining(args, device):
     rates.append(matrix_rate(device))
     model = torch.compile(mae)
     print(f"| the same, compiled | {milliseconds(train, device, 10, 2):.1f} | |")
-    model, amp = mae, True
-    print(f"| the same, with --mae-amp | {milliseconds(train, device, 10, 2):.1f} | |")
-    amp = False
+    model = mae
     settings = spirl.Args(mae_epochs=1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

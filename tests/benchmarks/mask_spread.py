@@ -1,20 +1,22 @@
 """What the share of hidden patches in pre-training does to K: a table on the terminal, and a picture.
 
-    python tests/benchmarks/mask_spread.py --amp                   # train one with 75 % hidden, and measure it
-    python tests/benchmarks/mask_spread.py --amp --spread 0.21     # another one with 54 to 96 % hidden
-    python tests/benchmarks/mask_spread.py --report                # the table; the picture of those with --amp
+    python tests/benchmarks/mask_spread.py                   # train one with 75 % hidden, and measure it
+    python tests/benchmarks/mask_spread.py --spread 0.21     # another one with 54 to 96 % hidden
+    python tests/benchmarks/mask_spread.py --report          # the table and the picture
 
 A MAE stays in runs/mask_spread/, and training that was stopped goes on when the same command is given again. What was
 measured of it, on 200 frames of random play with a seed of their own, 777, goes to tests/results/mask_spread/. What is
-there is of whole games, as random play was collected then (before 5abe994); a new one is of first lives. Of some
-that are there only the end of their training was kept, in three digits; Seaquest's of 50 epochs was trained by two
-processes, each with half of every batch.
+there is of whole games, as random play was collected then (before 5abe994); a new one is of first lives. Those with
+"amp" in their name were trained under bfloat16 autocast, which the scripts could do then. Of some that are there only
+the end of their training was kept, in three digits; Seaquest's of 50 epochs was trained by two processes, each with
+half of every batch.
 """
 
 import json
 import math
 import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,7 +49,6 @@ class Args:
     frames: int = 5000  # frames of random play to train on
     epochs: int = 10  # passes over them
     spread: float = 0.0  # --mae-mask-spread; 0 is the paper's one ratio
-    amp: bool = False  # --mae-amp
     device: str = "auto"  # as in the scripts
     report: bool = False  # print the table of what is there and draw the picture, train nothing
 
@@ -56,27 +57,29 @@ def train(args):
     """The folder of a trained MAE: `mae.pt`, and `epoch{n}.pt` of some epochs on the way."""
     kind = f"spread{args.spread:g}" if args.spread else "fixed"
     game = args.env_id[4:].split("-")[0]
-    folder = FOLDER / f"{game}__{kind}__{args.frames}x{args.epochs}__{args.seed}{'__amp' * args.amp}"
+    folder = FOLDER / f"{game}__{kind}__{args.frames}x{args.epochs}__{args.seed}"
     if (folder / "mae.pt").exists():
         return folder
     mae_args = spirl_mae.Args(env_id=args.env_id, seed=args.seed, mae_frames=args.frames, mae_epochs=args.epochs,
-                          mae_mask_spread=args.spread, mae_amp=args.amp, threads=1, device=args.device)
+                          mae_mask_spread=args.spread, threads=1, device=args.device)
     spirl_mae.check_args(mae_args)
     device = spirl_mae.pick_device(args.device)
     frames = spirl_mae.collect_random_frames(mae_args, args.frames + spirl_mae.HELD_OUT_FRAMES)
     torch.manual_seed(args.seed)
     mae = spirl_mae.MaskedAutoencoder().to(device)
-    write_whole = spirl_mae.write_whole
+    atomic = spirl_mae.atomic
 
-    def keep_some(path, write, *content):  # pretrain_mae calls it for its checkpoint, after each epoch
-        write_whole(path, write, *content)
+    @contextmanager
+    def keep_some(path):  # pretrain_mae writes its checkpoint with it, after each epoch
+        with atomic(path) as temporary:
+            yield temporary
         epoch = len(torch.load(path, weights_only=True)["losses"]["held_out_loss"])
         if epoch in (1, 2, 3, 5, 8, 10, 20, 30, 50, args.epochs):
             shutil.copyfile(path, folder / f"epoch{epoch:03d}.pt")
 
-    spirl_mae.write_whole = keep_some
+    spirl_mae.atomic = keep_some
     spirl_mae.pretrain_mae(mae_args, mae, frames[: args.frames], frames[args.frames :], folder, resume=True)
-    spirl_mae.write_whole = write_whole
+    spirl_mae.atomic = atomic
     spirl_mae.save_mae(folder / "mae.pt", mae, mae_args, {})
     return folder
 
@@ -122,8 +125,8 @@ def report():
         print(f"| {game} | {masks} | {size}, {' '.join(seed)} | " + ", ".join(f"{loss:.3f}" for loss in last["losses"])
               + f" | {last['error']:.3f} | {last['flat_error']:.3f} | " + " / ".join(f"{k:.0f}" for k in last["K"])
               + f" | {last['mr*']:.0%} | {paper:.0%} |")
-        if "amp" not in seed:
-            continue  # float32 would lie on top
+        if path.with_name(f"{path.stem}__amp.json").exists():
+            continue  # the two would lie on top of each other
         images = np.array([row["images"] for row in measured])
         low, median, high = np.array([row["K"] for row in measured]).T
         length, line = next((text, line) for most, text, line in LENGTHS if images[-1] <= most)
