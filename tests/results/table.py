@@ -1,6 +1,6 @@
-"""Our scores beside the paper's, from the finished runs in tests/results/100k: the README's table and a picture.
+"""Our scores beside the paper's, from the finished runs in tests/results/100k: the tables of the READMEs and a picture.
 
-    python tests/results/table.py                     # print the table, draw .github/learning_curves.png
+    python tests/results/table.py                     # print the tables, draw .github/learning_curves.png
     python tests/results/table.py --add runs/NAME     # only add a finished run, on the machine that made it
 """
 
@@ -39,6 +39,7 @@ PAPER = {  # Tables 1 and 2: mean, standard deviation
 # Scores of random play and of a human, as in Wang et al. 2016 (dueling networks) and dqn_zoo's atari_data.py.
 RANDOM_AND_HUMAN = {"Frostbite": (65.2, 4334.7), "MsPacman": (307.3, 6951.6), "Seaquest": (68.4, 42054.7),
                     "BattleZone": (2360.0, 37187.5)}
+EARLY_AND_LATE = (10_000, 25_000, 50_000, 100_000)  # the steps at which data efficiency is tabulated
 
 
 @dataclass
@@ -89,10 +90,45 @@ def human_normalised(game, score):
     return 100 * (score - random) / (human - random)
 
 
+def last_ten_games(results, steps):
+    """A run's learning curve: for each of `steps` the mean score of the last ten training games that had ended by then,
+    or of all of them where fewer had."""
+    ends, scores = np.array(results["training_scores"]).T
+    ends -= results["steps"] - 100_000  # DE-Rainbow-P: without the random steps that it has besides
+    ended = np.searchsorted(ends, steps, side="right")  # how many games had ended at each step
+    return [scores[max(0, n - 10) : n].mean() for n in ended]
+
+
+def headline(runs):
+    """The README's first table: a row a game, and for each method our mean, the number of seeds, and the paper's."""
+    columns = [f"{name}, ours | paper" for name in METHODS.values()]
+    rows = [f"| game | {' | '.join(columns)} |", "|---" * (1 + 2 * len(METHODS)) + "|"]
+    for game in PAPER:
+        cells = []
+        for method in METHODS:
+            means = [results["mean"] for results in runs.get((game, method), [])]
+            ours = f"{np.mean(means):.0f} ({len(means)})" if means else ""
+            cells.append(f"{ours} | {PAPER[game][method][0]:.0f}")
+        rows.append(f"| {game} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def efficiency(runs):
+    """The table of data efficiency: for each game and method the learning curve, its mean over the seeds, at four
+    numbers of steps."""
+    rows = [f"| game | method | number of seeds | {' | '.join(f'{steps:,} steps' for steps in EARLY_AND_LATE)} |",
+            "|---" * (3 + len(EARLY_AND_LATE)) + "|"]
+    for (game, method), seeds in runs.items():
+        curve = np.mean([last_ten_games(results, EARLY_AND_LATE) for results in seeds], 0)
+        cells = " | ".join(f"{score:.0f}" for score in curve)
+        rows.append(f"| {game} | {METHODS[method]} | {len(seeds)} | {cells} |")
+    return "\n".join(rows)
+
+
 def markdown(runs):
-    """The README's table: a row a game and method, our mean and standard deviation over the seeds' means, the paper's,
-    how many of the paper's deviations ours is above or below, and both human-normalised; then for each method that was
-    run on all games the median of that over the games."""
+    """The table of all scores: a row a game and method, our mean and standard deviation over the seeds' means, the
+    paper's, how many of the paper's deviations ours is above or below, and both human-normalised; then for each method
+    that was run on all games the median of that over the games."""
     rows = ["| game | method | number of seeds | ours | the paper's (5 seeds, DE-Rainbow 10) | ours minus the paper's, "
             "in its deviations | ours, % of human | the paper's, % of human |", "|---|---|---|---|---|---|---|---|"]
     normalised = {method: [] for method in METHODS}
@@ -111,6 +147,10 @@ def markdown(runs):
     return "\n".join(rows)
 
 
+# What is printed, and which file has it (test_results.py).
+TABLES = {headline: "README.md", efficiency: "tests/results/README.md", markdown: "tests/results/README.md"}
+
+
 def draw(runs, path):
     """One panel a game: the mean score of the last ten training games, each seed thin and their mean bold; at the end
     crosses for our final scores and diamonds for the paper's."""
@@ -122,10 +162,7 @@ def draw(runs, path):
         axis, color, curves = axes[games.index(game)], colors[method], []
         steps = np.arange(5_000, 100_001, 1000)
         for results in seeds:
-            ends, scores = np.array(results["training_scores"]).T
-            ends -= results["steps"] - 100_000  # DE-Rainbow-P: without the random steps that it has besides
-            finished = np.searchsorted(ends, steps, side="right")  # games that had ended at each step
-            curves.append([scores[max(0, n - 10) : n].mean() for n in finished])
+            curves.append(last_ten_games(results, steps))
             if len(seeds) > 1:
                 axis.plot(steps, curves[-1], color=color, linewidth=0.8, alpha=0.6)
         axis.plot(steps, np.mean(curves, 0), color=color, linewidth=2, label=METHODS[method])
@@ -147,5 +184,5 @@ if __name__ == "__main__":
         add(args.add)  # and no picture: a changed one would make the next run's commit "-dirty"
     else:
         runs = read()
-        print(markdown(runs))
+        print("\n\n".join(rows(runs) for rows in TABLES))
         draw(runs, ROOT / ".github/learning_curves.png")
