@@ -888,7 +888,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(selected)} patches, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Red: the patches that the agent sees. Yellow: the fewest that together get 60 % of its attention")
+    figure.suptitle("Red and yellow: all that the agent sees. Yellow: the fewest patches with 60 % of its attention")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 

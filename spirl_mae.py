@@ -717,8 +717,8 @@ def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
         axis.axis("off")
     figure.suptitle(
         "Red squares: the salient patches, which a network, the MAE, guesses badly from the patches around\n"
-        "them. (In one that looks empty it expected something.) The agent will see only these. K is their\n"
-        f"number: it differs from frame to frame and is at most {max_patches} here."
+        "them. (Where one looks empty, the MAE expected something.) The agent will see only these. K is their\n"
+        f"number: it differs from frame to frame and is at most {max_patches} here, by the maximal ratio."
     )
     with atomic(path) as temporary:
         figure.savefig(temporary)
