@@ -9,9 +9,9 @@ Data-Efficient Rainbow picks the action (Fig. 5).
         python spirl_rainbow.py
     Another game, with a MAE that is here already:
         python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt
-    Watch a trained agent play five games:
+    Watch a trained agent play two games:
         python spirl_rainbow.py --env-id ALE/MsPacman-v5 --mae-checkpoint tests/weights/MsPacman.pt
-            --agent-checkpoint tests/weights/MsPacman_agent.pt --eval-episodes 5 --capture-video
+            --agent-checkpoint tests/weights/MsPacman_agent.pt --eval-episodes 2 --capture-video
     Go on after a stop:
         python spirl_rainbow.py --resume runs/NAME
 

@@ -34,6 +34,17 @@ def test_shipped_weights(path, maes, random_play):
     assert errors.mean() < 0.2  # 1 is a MAE that knows only each patch's mean
 
 
+def test_the_shipped_agent_is_of_its_game_and_fits():
+    """It is of the run tests/results/pytorch_start/MsPacman__spirl__1.json."""
+    args = spirl_rainbow.Args(env_id="ALE/MsPacman-v5")
+    content = spirl_rainbow.load_agent(ROOT / "tests/weights/MsPacman_agent.pt", args)
+    run = json.loads((ROOT / "tests/results/pytorch_start/MsPacman__spirl__1.json").read_text())
+    assert content["step"] == run["steps"] == 100_000 and content["max_patches"] == run["max_patches"] == 43
+    assert content["args"]["run_name"] == run["args"]["run_name"]
+    network = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 9)
+    network.load_state_dict(content["model"])
+
+
 def test_the_readmes_have_what_was_counted_and_measured():
     def after(size, masks):  # median K (what keeps all 200 frames whole), of each seed
         paths = sorted((ROOT / "tests/results/mask_spread").glob(f"{game}__{masks}__{size}__*__amp.json"))
