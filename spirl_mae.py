@@ -867,7 +867,7 @@ def open_run(args, run_dir, device):
         run_dir.mkdir(parents=True)
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
-    lock = (run_dir / "args.json").open()
+    lock = (run_dir / "args.json").open("r+")  # NFS locks only what may be written
     if sys.platform != "win32":  # Windows has no fcntl
         import fcntl
 

@@ -10,7 +10,7 @@ Data-Efficient Rainbow picks the action (Fig. 5).
     Another game, with a MAE that is here already:
         python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt
     Watch a trained agent play two games:
-        python spirl_rainbow.py --env-id ALE/MsPacman-v5 --mae-checkpoint tests/weights/MsPacman.pt
+        python spirl_rainbow.py --env-id ALE/MsPacman-v5 --mae-checkpoint tests/weights/MsPacman.pt \\
             --agent-checkpoint tests/weights/MsPacman_agent.pt --eval-episodes 2 --capture-video
     Go on after a stop:
         python spirl_rainbow.py --resume runs/NAME
@@ -1124,7 +1124,7 @@ def load_agent(path, args):
     content = read_checkpoint(path)
     if "max_patches" not in content:
         fail(f"{path} is not an agent.pt of this script; give another file")
-    for name in ("env_id", "encoder_dim", *vars(SelectionArgs()), *vars(AgentArgs())):
+    for name in ("env_id", "image_size", "patch_size", "encoder_dim", *vars(SelectionArgs()), *vars(AgentArgs())):
         value = content["args"][name]
         if value != getattr(args, name):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
@@ -1195,7 +1195,7 @@ def open_run(args, run_dir, device):
         run_dir.mkdir(parents=True)
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
-    lock = (run_dir / "args.json").open()
+    lock = (run_dir / "args.json").open("r+")  # NFS locks only what may be written
     if sys.platform != "win32":  # Windows has no fcntl
         import fcntl
 
