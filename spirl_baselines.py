@@ -39,7 +39,6 @@ Shape letters, with their values at the paper's sizes:
 """
 
 import argparse
-import atexit
 import ctypes
 import difflib
 import json
@@ -998,13 +997,9 @@ def parse_args():
         untouched = stored.pop("checksum") == checksum(stored)
         args = Args(**stored | changed)
     except (OSError, ValueError, TypeError, AttributeError, KeyError):  # absent, damaged, or another script's
-        args = None
-    if args is None or (run_dir / "results.json").exists():
         fail(f"--resume {run_dir} is not the folder of an unfinished run of this script; give one, runs/NAME")
     if not untouched:
         fail(f"--resume {run_dir}: its args.json is not as the run wrote it; put back what was changed")
-    if "device" in changed:
-        print("note: on another kind of device than before, the digits differ from a run's that never moved")
     return args
 
 
@@ -1021,34 +1016,38 @@ def run_folder(args):
 
 
 def open_run(args, run_dir, device):
-    """Create the run's folder, or with --resume take the one that is there. Exits with one line where another process
-    works on it. Keep the file that is returned: the system locks it for this process until that ends, be it by a
-    kill."""
+    """Create the run's folder, or with --resume take the one that is there. Exits with one line where the run is
+    finished, or another process works on it. Keep the file that is returned: the system locks it for this process
+    until that ends, be it by a kill."""
     if not args.resume:
         run_dir.mkdir(parents=True)
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
     lock = (run_dir / "args.json").open("r+")  # NFS locks only what may be written
-    if sys.platform != "win32":  # Windows has no fcntl
+    try:
         import fcntl
 
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"--resume {run_dir}: another process is at work on this run; wait for it, or stop it")
-        except OSError:  # a file system without locks
-            pass
-    signal.signal(signal.SIGINT, stop)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"--resume {run_dir}: another process is at work on this run; wait for it, or stop it")
+    except (ImportError, OSError):  # Windows, or a file system without locks
+        pass
+    if (run_dir / "results.json").exists():
+        fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not of a shell's background job
+        signal.signal(signal.SIGINT, stop)
     print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
 def stop(*_):
-    """Ctrl-C: say in one line what is lost and how to go on; exit with status 130."""
-    step = globals().get("step", 0)  # main's
-    line = f"stopped at step {step}; what came after the last checkpoint is lost; go on with: python {sys.argv[0]}"
-    atexit.register(print, f"{line} --resume {run_dir}", file=sys.stderr)  # after what the progress bar prints last
-    raise SystemExit(130)
+    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
+    run = globals().get("run")  # main's; there is none in pre-training
+    where = f"step {run.saved_step}" if run else "the last finished epoch of pre-training"
+    line = f"stopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
+    print(f"\n{line}", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(130)
 
 
 # Flags of all three scripts that may be 0, and shares, from 0 to 1.
@@ -1221,6 +1220,7 @@ if __name__ == "__main__":
             generator.set_state(checkpoint["generator"].cpu())
         except RuntimeError:  # a CPU's generator cannot go on from a GPU's state
             generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
+            print("note: another kind of device than before: from here the digits differ from a run's that never moved")
     observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
     for action in run.actions:
         observation, *_, info = envs.step(np.array([action]))
@@ -1331,7 +1331,8 @@ if __name__ == "__main__":
     envs.close()
     writer.close()
     scores = best["scores"]
-    measure = "best median of the evaluations during training" if args.eval_frequency else "mean of the final weights"
+    several = len(run.evaluations) > 1
+    measure = "best median of the evaluations during training" if several else "mean of the final weights"
     results = {
         "env_id": args.env_id,
         "method": args.method,
@@ -1344,7 +1345,7 @@ if __name__ == "__main__":
         "scores": scores,
         "evaluations": run.evaluations,
         "training_scores": run.training_scores,
-        "steps": args.total_timesteps,
+        "steps": run.saved_step,
         "updates": run.updates,
         "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),

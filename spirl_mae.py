@@ -30,7 +30,6 @@ Shape letters, with their values at the paper's sizes:
 """
 
 import argparse
-import atexit
 import ctypes
 import difflib
 import json
@@ -837,13 +836,9 @@ def parse_args():
         untouched = stored.pop("checksum") == checksum(stored)
         args = Args(**stored | changed)
     except (OSError, ValueError, TypeError, AttributeError, KeyError):  # absent, damaged, or another script's
-        args = None
-    if args is None or (run_dir / "results.json").exists():
         fail(f"--resume {run_dir} is not the folder of an unfinished run of this script; give one, runs/NAME")
     if not untouched:
         fail(f"--resume {run_dir}: its args.json is not as the run wrote it; put back what was changed")
-    if "device" in changed:
-        print("note: on another kind of device than before, the digits differ from a run's that never moved")
     return args
 
 
@@ -860,34 +855,38 @@ def run_folder(args):
 
 
 def open_run(args, run_dir, device):
-    """Create the run's folder, or with --resume take the one that is there. Exits with one line where another process
-    works on it. Keep the file that is returned: the system locks it for this process until that ends, be it by a
-    kill."""
+    """Create the run's folder, or with --resume take the one that is there. Exits with one line where the run is
+    finished, or another process works on it. Keep the file that is returned: the system locks it for this process
+    until that ends, be it by a kill."""
     if not args.resume:
         run_dir.mkdir(parents=True)
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
     lock = (run_dir / "args.json").open("r+")  # NFS locks only what may be written
-    if sys.platform != "win32":  # Windows has no fcntl
+    try:
         import fcntl
 
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"--resume {run_dir}: another process is at work on this run; wait for it, or stop it")
-        except OSError:  # a file system without locks
-            pass
-    signal.signal(signal.SIGINT, stop)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"--resume {run_dir}: another process is at work on this run; wait for it, or stop it")
+    except (ImportError, OSError):  # Windows, or a file system without locks
+        pass
+    if (run_dir / "results.json").exists():
+        fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not of a shell's background job
+        signal.signal(signal.SIGINT, stop)
     print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
 def stop(*_):
-    """Ctrl-C: say in one line what is lost and how to go on; exit with status 130."""
-    step = globals().get("step", 0)  # main's
-    line = f"stopped at step {step}; what came after the last checkpoint is lost; go on with: python {sys.argv[0]}"
-    atexit.register(print, f"{line} --resume {run_dir}", file=sys.stderr)  # after what the progress bar prints last
-    raise SystemExit(130)
+    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
+    run = globals().get("run")  # main's; there is none in pre-training
+    where = f"step {run.saved_step}" if run else "the last finished epoch of pre-training"
+    line = f"stopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
+    print(f"\n{line}", file=sys.stderr)
+    sys.stdout.flush()
+    os._exit(130)
 
 
 # Flags of all three scripts that may be 0, and shares, from 0 to 1.

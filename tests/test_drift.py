@@ -35,9 +35,10 @@ DIFFERENT = {
 # is equal.
 # The replay holds the embeddings of the selected patches, whose number K and error map are SPIRL's alone.
 ONLY_SPIRL = {
-    'if args.agent_checkpoint is not None:  # all steps are done: what is left is to evaluate',
+    'if trained:  # all its steps are done: what is left is to evaluate',
     'online.load_state_dict(trained["model"])',
-    'run.saved_step = args.total_timesteps',
+    'run.saved_step = trained["step"]',
+    'eval_steps = [run.saved_step]',
     'error_map.errors.update(checkpoint["errors"])',
     '"errors": error_map.errors,',
     "# Evaluate, with a copy of the known errors: an error's last digits depend on what else was computed with it,",

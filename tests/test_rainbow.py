@@ -75,11 +75,13 @@ assert all(inside) and len(heap()) == length, (inside, length, len(heap()))
 
 def test_a_trained_agent_is_watched_and_nothing_is_learned(tmp_path, small_run, monkeypatch):
     path, results = small_run
-    flags = [*LOADED, "--mae-checkpoint", path / "mae.pt", "--agent-checkpoint", path / "agent.pt", "--capture-video"]
+    flags = [*LOADED, "--mae-checkpoint", path / "mae.pt", "--agent-checkpoint", path / "agent.pt", "--capture-video",
+             "--eval-frequency", 50]  # which is of training: there is one evaluation
     end = run_here(tmp_path, monkeypatch, *flags, "--run-name", "watched")
     watched = tmp_path / "runs/watched"
     again = json.loads((watched / "results.json").read_text())
     assert again["scores"] == results["scores"] and again["steps"] == 240 and again["updates"] == 0
+    assert len(again["evaluations"]) == 1 and end["max_patches"] == results["max_patches"]
     weights = torch.load(path / "agent.pt", weights_only=True)["model"]
     assert all(torch.equal(value, weights[name]) for name, value in end["online"].state_dict().items())
     names = {str(file.relative_to(watched)) for file in watched.rglob("*") if file.is_file() and "tfevents" not in str(file)}

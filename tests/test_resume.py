@@ -204,7 +204,7 @@ def test_a_run_begun_on_a_gpu_goes_on_without_one(tmp_path, killed_baseline, mon
     torch.save({**content, "generator": state}, path / "checkpoint.pt")
     end = run_here(tmp_path, monkeypatch, "--resume", path, "--device", "cpu", "--threads", "2", script=DE_RAINBOW_P[0])
     out = capsys.readouterr().out
-    assert "--device cpu, --threads 2, " in out and out.count("note: on another kind of device than before, the digits differ") == 1
+    assert "--device cpu, --threads 2, " in out and out.count("note: another kind of device than before: from here the digits differ") == 1
     results = json.loads((path / "results.json").read_text())
     assert results["device"] == "cpu" and results["updates"] == end["run"].updates == 50
     with pytest.raises(SystemExit) as stop:
@@ -232,7 +232,8 @@ def test_a_run_is_gone_on_with_once_at_a_time(tmp_path, killed_baseline, monkeyp
 def interrupted(folder):
     """What a run prints that gets Ctrl-C in its first game, and its folder once it has gone on to the end."""
     process = subprocess.Popen([sys.executable, ROOT / DE_RAINBOW_P[0], *DE_RAINBOW_P[1:], "--run-name", "stopped"],
-                               cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                               cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # as in a terminal
     while process.poll() is None and not (folder / "runs/stopped/checkpoint.pt").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
@@ -246,7 +247,7 @@ def test_ctrl_c_names_the_way_back(whole, interrupted):
     status, err, path = interrupted
     last = err.splitlines()[-1]
     assert status == 130 and "Traceback" not in err
-    assert re.fullmatch(r"stopped at step \d+; what came after the last checkpoint is lost; go on with: python "
+    assert re.fullmatch(r"stopped; what came after step \d+ is lost; go on with: python "
                         r".*spirl_baselines.py --resume runs/stopped", last), last
     same_end(whole[1], path)
 
@@ -256,7 +257,11 @@ def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, whole, monkeypatch, 
     other_script.mkdir()
     (other_script / "args.json").write_text(json.dumps(vars(spirl_mae.Args())))
     (tmp_path / "empty").mkdir()
-    for folder in (finished_run, other_script, tmp_path / "empty", tmp_path / "nowhere"):
+    with pytest.raises(SystemExit) as stop:
+        run_here(tmp_path, monkeypatch, "--resume", finished_run)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: --resume {finished_run}: this run is finished; give an unfinished one\n"
+    for folder in (other_script, tmp_path / "empty", tmp_path / "nowhere"):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
             run_here(tmp_path, monkeypatch, "--resume", folder)
