@@ -28,6 +28,15 @@ def test_the_readmes_have_the_tables_of_all_files(rows, readme):
         assert f"\n\n{rows(fewer)}\n\n" not in text
 
 
+def test_the_quick_starts_scores_are_of_stored_runs():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for method, begin in (("spirl", "Means of seeds 1 to 5: {};"), ("de-rainbow", "as many steps, seeds 1 to 5: {} (")):
+        paths = sorted((ROOT / "tests/results/10k").glob(f"MsPacman__{method}__*.json"))
+        runs = [json.loads(path.read_text()) for path in paths]
+        assert [(run["seed"], run["steps"], len(run["scores"])) for run in runs] == [(n, 10_000, 50) for n in range(1, 6)]
+        assert begin.format(", ".join(f"{run['mean']:.0f}" for run in runs)) in text
+
+
 def test_a_learning_curve_is_the_mean_of_the_last_ten_games_that_had_ended():
     games = [[1000 * n, float(n)] for n in range(1, 101)]  # game n ends at step 1,000 n and scores n
     run = {"steps": 100_000, "training_scores": games}
