@@ -96,7 +96,7 @@ class RunArgs:
     threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
     capture_video: bool = False  # save the reported evaluation's first game (up to 1,000 steps) as videos/policy.gif
-    compile: bool = False  # torch.compile the loss: the same up to rounding; needs a C++ compiler (Triton on a GPU)
+    compile: bool = False  # torch.compile the loss: the same up to rounding. For GPUs (Triton); gains little on a CPU
 
 
 @dataclass
@@ -907,6 +907,9 @@ def save_video(marked, side, path):
 
 
 # ---------------------------------------------------------------------------------------- 7. Files and the command line
+# Nothing here is of the method: whoever reads to learn may go on with main.
+
+
 @contextmanager
 def atomic(path):
     """A temporary path to write a file to, which becomes `path` after the block: a kill leaves the old file or the new
@@ -983,7 +986,13 @@ def parse_args():
     # Args' base classes are the groups of --help; their names are no part of a flag. "None" is a name like any other.
     groups = make_dataclass("Groups", [(part.__name__.removesuffix("Args"), part) for part in Args.__bases__])
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    parts = tyro.cli(groups, description=__doc__.partition("Sections:")[0], config=config)
+    title, about, commands, *_ = __doc__.split("\n\n")
+    try:
+        parts = tyro.cli(groups, description=f"{title}\n\n{about}", config=config)
+    except SystemExit as end:
+        if not end.code:  # after --help
+            print(commands)
+        raise
     args = Args(**{name: value for part in vars(parts).values() for name, value in vars(part).items()})
     given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
     if "--resume" not in given:
@@ -1096,9 +1105,7 @@ def check_args(args):
         if of_pretraining and args.mae_checkpoint is not None:
             fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
     if args.image_size % args.patch_size or num_patches < 9:
-        fail(
-            f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, at least 3 times it"
-        )
+        fail(f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, from 3 times on")
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
@@ -1108,11 +1115,10 @@ def check_args(args):
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if args.method == "de-rainbow-p" and num_frames <= args.n_step:
         fail(f"--mae-frames {num_frames} must be above --n-step {args.n_step}: learning starts after these steps")
-    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
-        fail(
-            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
-            f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
-        )
+    spread = args.mae_mask_spread
+    highest = 1 - 1 / num_patches - spread  # so that the encoder sees a patch
+    if not spread <= args.mae_mask_ratio < highest:
+        fail(f"--mae-mask-ratio {args.mae_mask_ratio} must be from --mae-mask-spread ({spread}) to below {highest:.3f}")
     # Before learning starts a return must be known; after it one update must fit in.
     latest = args.total_timesteps - args.train_frequency
     if not args.n_step < args.learning_starts <= latest:

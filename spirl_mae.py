@@ -746,6 +746,9 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
 
 
 # ---------------------------------------------------------------------------------------- 6. Files and the command line
+# Nothing here is of the method: whoever reads to learn may go on with main.
+
+
 @contextmanager
 def atomic(path):
     """A temporary path to write a file to, which becomes `path` after the block: a kill leaves the old file or the new
@@ -822,7 +825,13 @@ def parse_args():
     # Args' base classes are the groups of --help; their names are no part of a flag. "None" is a name like any other.
     groups = make_dataclass("Groups", [(part.__name__.removesuffix("Args"), part) for part in Args.__bases__])
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    parts = tyro.cli(groups, description=__doc__.partition("Sections:")[0], config=config)
+    title, about, commands, *_ = __doc__.split("\n\n")
+    try:
+        parts = tyro.cli(groups, description=f"{title}\n\n{about}", config=config)
+    except SystemExit as end:
+        if not end.code:  # after --help
+            print(commands)
+        raise
     args = Args(**{name: value for part in vars(parts).values() for name, value in vars(part).items()})
     given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
     if "--resume" not in given:
@@ -923,9 +932,7 @@ def check_args(args):
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
-        fail(
-            f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, at least 3 times it"
-        )
+        fail(f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, from 3 times on")
     for part in ("encoder", "decoder"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
@@ -934,11 +941,10 @@ def check_args(args):
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     if args.mae_checkpoint is None and num_frames < args.mae_batch_size:
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
-    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
-        fail(
-            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
-            f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
-        )
+    spread = args.mae_mask_spread
+    highest = 1 - 1 / num_patches - spread  # so that the encoder sees a patch
+    if not spread <= args.mae_mask_ratio < highest:
+        fail(f"--mae-mask-ratio {args.mae_mask_ratio} must be from --mae-mask-spread ({spread}) to below {highest:.3f}")
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
     if args.coverage == 1:

@@ -97,7 +97,7 @@ class RunArgs:
     threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
     capture_video: bool = False  # save the reported evaluation's first game (up to 1,000 steps) as videos/policy.gif
-    compile: bool = False  # torch.compile the loss: the same up to rounding; needs a C++ compiler (Triton on a GPU)
+    compile: bool = False  # torch.compile the loss: the same up to rounding. For GPUs (Triton); gains little on a CPU
 
 
 @dataclass
@@ -1061,6 +1061,9 @@ def save_video(marked, side, path):
 
 
 # ------------------------------------------------------------------------------------- 8. Files and the command line
+# Nothing here is of the method: whoever reads to learn may go on with main.
+
+
 @contextmanager
 def atomic(path):
     """A temporary path to write a file to, which becomes `path` after the block: a kill leaves the old file or the new
@@ -1124,10 +1127,11 @@ def load_agent(path, args):
     if "max_patches" not in content:
         fail(f"{path} is not an agent.pt of this script; give another file")
     for name in ("env_id", "image_size", "patch_size", "encoder_dim", *vars(SelectionArgs()), *vars(AgentArgs())):
-        flag = f"--{name.replace('_', '-')}"
-        value = content["args"][name]
-        if value != getattr(args, name):
-            fail(f"{path} was trained with {flag} {value}, not {getattr(args, name)}; give {flag} {value}, or none where it is None")
+        trained_with = content["args"][name]
+        asked_for = getattr(args, name)
+        if trained_with != asked_for:
+            flag = f"--{name.replace('_', '-')}"
+            fail(f"{path} was trained with {flag} {trained_with}, not {asked_for}; give the same (None: no {flag})")
     return content
 
 
@@ -1151,7 +1155,13 @@ def parse_args():
     # Args' base classes are the groups of --help; their names are no part of a flag. "None" is a name like any other.
     groups = make_dataclass("Groups", [(part.__name__.removesuffix("Args"), part) for part in Args.__bases__])
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    parts = tyro.cli(groups, description=__doc__.partition("Sections:")[0], config=config)
+    title, about, commands, *_ = __doc__.split("\n\n")
+    try:
+        parts = tyro.cli(groups, description=f"{title}\n\n{about}", config=config)
+    except SystemExit as end:
+        if not end.code:  # after --help
+            print(commands)
+        raise
     args = Args(**{name: value for part in vars(parts).values() for name, value in vars(part).items()})
     given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
     if "--resume" not in given:
@@ -1252,9 +1262,7 @@ def check_args(args):
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
-        fail(
-            f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, at least 3 times it"
-        )
+        fail(f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, from 3 times on")
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
@@ -1263,11 +1271,10 @@ def check_args(args):
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     if num_frames < args.mae_batch_size:
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
-    if not args.mae_mask_spread <= args.mae_mask_ratio < 1 - 1 / num_patches - args.mae_mask_spread:
-        fail(
-            f"--mae-mask-ratio {args.mae_mask_ratio} +- --mae-mask-spread {args.mae_mask_spread} must be "
-            f"from 0 to below {1 - 1 / num_patches:.3f}, so that the encoder sees a patch"
-        )
+    spread = args.mae_mask_spread
+    highest = 1 - 1 / num_patches - spread  # so that the encoder sees a patch
+    if not spread <= args.mae_mask_ratio < highest:
+        fail(f"--mae-mask-ratio {args.mae_mask_ratio} must be from --mae-mask-spread ({spread}) to below {highest:.3f}")
     if args.agent_checkpoint is not None and args.mae_checkpoint is None:
         fail("--agent-checkpoint needs --mae-checkpoint: the mae.pt that the agent was trained with")
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
