@@ -111,7 +111,7 @@ class SelectionArgs:
     # for any other the ideal one (mr*, Appendix B.5)
     max_ratio: float | None = None
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
-    # divides the curve's rise over two patches by one patch's step, which makes it 0.5
+    # divides the curve's rise over two patches by one patch's step: what it takes for 1 is a slope of 0.5
     lorenz_slope: float = 0.5
     # mr* keeps every salient patch of more than this share of the frames (Appendix B.5); spirl_rainbow.py, which takes
     # mr* only where neither --max-ratio nor Table 13 has a ratio, computes it with 0.999
@@ -153,7 +153,7 @@ def make_envs(args, num_envs):
         stack_num=1,  # the replay stacks: each frame is then embedded and stored once
         frameskip=4,
         maxpool=True,
-        noop_max=30,
+        noop_max=30,  # ale-py draws 0 to 29
         use_fire_reset=True,
         full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
@@ -407,7 +407,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         order = torch.from_numpy(rng.permutation(len(frames)))
         mask_generator = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
 
-        for step, batch in enumerate(order.split(args.mae_batch_size)[:num_batches], epoch * num_batches):
+        batches = order.split(args.mae_batch_size)[:num_batches]
+        for step, batch in enumerate(batches, epoch * num_batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
@@ -661,9 +662,7 @@ def mark_patches(frame, selected, attended, side):
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
-    red = (255, 0, 0)
-    yellow = (255, 255, 0)
-    for ids, colour in ((selected, red), (attended, yellow)):
+    for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):  # red, yellow
         for i in ids:
             patches[i // side, i % side, border] = colour
     return picture
@@ -694,8 +693,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
         axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
         picks = [("dynamic-K:", k)] + [("fixed K: always", ratio_to_patches(ratio, N)) for ratio in fixed_ratios]
         for axis, (name, kept) in zip(axes[1:, column], picks, strict=True):
-            picture = mark_patches(frame.cpu().numpy(), ids[:kept].tolist(), [], mae.side)
-            axis.imshow(picture)
+            axis.imshow(mark_patches(frame.cpu().numpy(), ids[:kept].tolist(), [], mae.side))
             axis.set_title(f"{name} {kept}")
             axis.axis("off")
     axes[0, 0].set_ylabel("share of the total error")
@@ -710,8 +708,7 @@ def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
     figure = Figure(figsize=(13, 11.6))
     axes = figure.subplots(3, 4).flat
     for axis, frame, ids, k in zip(axes, frames, patch_ids, count.tolist(), strict=True):
-        picture = mark_patches(frame.cpu().numpy(), ids[:k].tolist(), [], mae.side)
-        axis.imshow(picture)
+        axis.imshow(mark_patches(frame.cpu().numpy(), ids[:k].tolist(), [], mae.side))
         axis.set_title(f"K = {k} of {mae.num_patches} patches")
         axis.axis("off")
     figure.suptitle(
@@ -779,15 +776,9 @@ def mae_sizes(args):
 def save_mae(path, mae, args, salient_counts):
     """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
     counted at}, or {}."""
-    content = {
-        "model": mae.state_dict(),
-        "sizes": mae_sizes(args),
-        "env_id": args.env_id,
-        "args": vars(args),
-        "salient_counts": salient_counts,
-    }
+    content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
     with atomic(path) as temporary:
-        torch.save(content, temporary)
+        torch.save(content | {"salient_counts": salient_counts}, temporary)
 
 
 def load_mae(path, mae, args):
@@ -822,7 +813,8 @@ def fail(message):
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names, and of the command line only
     --device and --threads."""
-    # Args' base classes are the groups of --help; their names are no part of a flag. "None" is a name like any other.
+    # Args' base classes are the groups of --help; their names are no part of a flag. DisallowNone: "--resume None" is a
+    # folder of that name.
     groups = make_dataclass("Groups", [(part.__name__.removesuffix("Args"), part) for part in Args.__bases__])
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")
@@ -865,13 +857,13 @@ def run_folder(args):
 
 def open_run(args, run_dir, device):
     """Create the run's folder, or with --resume take the one that is there. Exits with one line where the run is
-    finished, or another process works on it. Keep the file that is returned: the system locks it for this process
-    until that ends, be it by a kill."""
+    finished, or another process works on it. Keep the returned file open: it holds the lock, which the system frees
+    when the process ends, even by a kill."""
     if not args.resume:
         run_dir.mkdir(parents=True)
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
-    lock = (run_dir / "args.json").open("r+")  # NFS locks only what may be written
+    lock = (run_dir / "args.json").open("r+")  # NFS locks only what is open for writing
     try:
         import fcntl
 
@@ -882,7 +874,7 @@ def open_run(args, run_dir, device):
         pass
     if (run_dir / "results.json").exists():
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not of a shell's background job
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in a shell's background job
         signal.signal(signal.SIGINT, stop)
     print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
@@ -890,8 +882,8 @@ def open_run(args, run_dir, device):
 
 def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
-    run = globals().get("run")  # main's; there is none in pre-training
-    where = f"step {run.saved_step}" if run else "the last finished epoch of pre-training"
+    run = globals().get("run")  # main's progress; not yet defined in pre-training
+    where = f"step {run.saved_step}" if run else "the last checkpoint"
     line = f"stopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(f"\n{line}", file=sys.stderr)
     sys.stdout.flush()
@@ -932,7 +924,7 @@ def check_args(args):
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
-        fail(f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, from 3 times on")
+        fail(f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number, at least 3")
     for part in ("encoder", "decoder"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
@@ -1044,10 +1036,7 @@ if __name__ == "__main__":
         path.write_text(json.dumps(results, indent=2))
     (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
     if losses["loss"]:
-        print(
-            f"loss of the last 50 batches {results['final_loss']:.4f}; held-out loss "
-            f"{results['held_out_losses'][-1]:.4f}"
-        )
+        print(f"loss of the last 50 batches {results['final_loss']:.4f}, held-out {losses['held_out_loss'][-1]:.4f}")
     print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")
     if kept_whole[95] > args.coverage:
         print(f"mr* is {ideal:.0%}; it keeps {kept_whole[round(100 * ideal)]:.2%} of the frames whole; see {figures}")

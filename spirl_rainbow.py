@@ -131,7 +131,7 @@ class SelectionArgs:
     # for any other the ideal one (mr*, Appendix B.5)
     max_ratio: float | None = None
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
-    # divides the curve's rise over two patches by one patch's step, which makes it 0.5
+    # divides the curve's rise over two patches by one patch's step: what it takes for 1 is a slope of 0.5
     lorenz_slope: float = 0.5
 
 
@@ -175,7 +175,7 @@ class TrainingArgs:
     # steps between evaluations, of which the one with the largest median is reported (for 400K we use 50,000);
     # 0: one evaluation, of the final weights
     eval_frequency: int = 0
-    eval_epsilon: float = 0.001  # share of random actions in evaluation (Rainbow)
+    eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
 @dataclass
@@ -212,7 +212,7 @@ def make_envs(args, num_envs):
         stack_num=1,  # the replay stacks: each frame is then embedded and stored once
         frameskip=4,
         maxpool=True,
-        noop_max=30,
+        noop_max=30,  # ale-py draws 0 to 29
         use_fire_reset=True,
         full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
@@ -469,7 +469,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
         order = torch.from_numpy(rng.permutation(len(frames)))
         mask_generator = torch.Generator(device).manual_seed(game_seeds(args.seed, PRETRAIN, epoch).item())
 
-        for step, batch in enumerate(order.split(args.mae_batch_size)[:num_batches], epoch * num_batches):
+        batches = order.split(args.mae_batch_size)[:num_batches]
+        for step, batch in enumerate(batches, epoch * num_batches):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
@@ -717,7 +718,7 @@ class Replay:
         # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot: a stack
         # of the old frame's life would now miss it, and one of the new frame's life, where a life fills the whole ring,
         # would take the new frame for an early one. Neither may be drawn any more.
-        following = (slot - self.stack_offsets[:-1]) % self.capacity
+        following = (slot - self.stack_offsets[:-1]) % self.capacity  # slot + 3, + 2, + 1 at S = 4
         misses_old = self.life_ids[following] == self.life_ids[slot]
         takes_new = self.life_ids[following] == self.life
         self.priorities[following] *= ~(misses_old | takes_new)
@@ -764,7 +765,7 @@ class Replay:
         # For each point, the first slot whose running sum exceeds it.
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
         # A probability is p_alpha / mass[-1]; mass[-1] cancels when the weights are divided by the largest.
-        # Rounding can pick a slot that is not to be drawn: its weight is 0.
+        # Rounding of the sums can pick a slot with priority 0: its weight is 0.
         p_alpha = self.priorities[slots]
         weights = torch.where(p_alpha > 0, p_alpha**-beta, 0.0)
         return slots, (weights / weights.max()).float()
@@ -803,7 +804,7 @@ class NoisyLinear(nn.Module):
         self.weight_mu = nn.Parameter(torch.empty(out_features, in_features).uniform_(-bound, bound))
         self.weight_sigma = nn.Parameter(torch.full((out_features, in_features), sigma0 * bound))
         self.bias_mu = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
-        self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))
+        self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))  # as the authors' code
         self.register_buffer("noise_in", torch.zeros(in_features))
         self.register_buffer("noise_out", torch.zeros(out_features))
 
@@ -854,7 +855,7 @@ class SalientPatchTransformer(nn.Module):
     def forward(self, embeddings, counts):
         x, present = self.tokens(embeddings, counts)
         attendable = present.flatten(0, 1) if self.padding == "mask" else None
-        rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # those that o_t is made of
+        rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # the [cls] row, or the patch rows
         z = self.block(x, attendable, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
         if self.pooling == "cls":
             return z.flatten(1)
@@ -917,7 +918,7 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
     batch = torch.arange(len(actions), device=actions.device)
     with torch.no_grad():
         best = online.q_values(*next_states).argmax(1)  # double Q-learning: the online network chooses,
-        probabilities = target(*next_states)[batch, best].exp()  # the target network judges  (B, Z)
+        probabilities = target(*next_states)[batch, best].exp()  # the target network values it; (B, Z)
         target_probs = project_distribution(probabilities, returns, discounts, online.support)
     log_probs = online(*states)[batch, actions]  # (B, Z)
     kl = (torch.xlogy(target_probs, target_probs) - target_probs * log_probs).sum(1)
@@ -929,7 +930,7 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
     actions taken), grad_norm. Nothing here waits for a GPU: where a gradient is not finite, the weights are nan from
-    then on, and main, which looks before it saves, stops the run."""
+    then on, and main, which checks the gradients before it saves, stops the run."""
     slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -951,9 +952,8 @@ def evaluate(args, network, preprocess):
     """Play args.eval_episodes whole games, side by side and without noise: (raw scores, recording).
 
     `preprocess(frames)` turns a NumPy array of B uint8 frames into what the stacks hold: features (B, *), counts (B,).
-    The games and their few random actions are the same each time. As in the authors' code, a lost life does not blank
-    the stack, unlike in training. Recording: (frame, state) of each of the first game's first 1,000 steps, for the
-    figures.
+    The games' starts are the same each time. As in the authors' code, a lost life does not blank the stack, unlike in
+    training. Recording: (frame, state) of each of the first game's first 1,000 steps, for the figures.
     """
     G = args.eval_episodes
     envs = make_envs(args, G)
@@ -1023,9 +1023,7 @@ def mark_patches(frame, selected, attended, side):
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
-    red = (255, 0, 0)
-    yellow = (255, 255, 0)
-    for ids, colour in ((selected, red), (attended, yellow)):
+    for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):  # red, yellow
         for i in ids:
             patches[i // side, i % side, border] = colour
     return picture
@@ -1041,7 +1039,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: {len(selected)} patches, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Red and yellow: all that the agent sees. Yellow: the fewest patches with 60 % of its attention")
+    figure.suptitle("Red and yellow: all that the agent sees. Yellow: the fewest with 60 % of its attention to them")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -1094,15 +1092,9 @@ def mae_sizes(args):
 def save_mae(path, mae, args, salient_counts):
     """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
     counted at}, or {}."""
-    content = {
-        "model": mae.state_dict(),
-        "sizes": mae_sizes(args),
-        "env_id": args.env_id,
-        "args": vars(args),
-        "salient_counts": salient_counts,
-    }
+    content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
     with atomic(path) as temporary:
-        torch.save(content, temporary)
+        torch.save(content | {"salient_counts": salient_counts}, temporary)
 
 
 def load_mae(path, mae, args):
@@ -1152,7 +1144,8 @@ def fail(message):
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names, and of the command line only
     --device and --threads."""
-    # Args' base classes are the groups of --help; their names are no part of a flag. "None" is a name like any other.
+    # Args' base classes are the groups of --help; their names are no part of a flag. DisallowNone: "--resume None" is a
+    # folder of that name.
     groups = make_dataclass("Groups", [(part.__name__.removesuffix("Args"), part) for part in Args.__bases__])
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")
@@ -1195,13 +1188,13 @@ def run_folder(args):
 
 def open_run(args, run_dir, device):
     """Create the run's folder, or with --resume take the one that is there. Exits with one line where the run is
-    finished, or another process works on it. Keep the file that is returned: the system locks it for this process
-    until that ends, be it by a kill."""
+    finished, or another process works on it. Keep the returned file open: it holds the lock, which the system frees
+    when the process ends, even by a kill."""
     if not args.resume:
         run_dir.mkdir(parents=True)
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
-    lock = (run_dir / "args.json").open("r+")  # NFS locks only what may be written
+    lock = (run_dir / "args.json").open("r+")  # NFS locks only what is open for writing
     try:
         import fcntl
 
@@ -1212,7 +1205,7 @@ def open_run(args, run_dir, device):
         pass
     if (run_dir / "results.json").exists():
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not of a shell's background job
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in a shell's background job
         signal.signal(signal.SIGINT, stop)
     print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
@@ -1220,8 +1213,8 @@ def open_run(args, run_dir, device):
 
 def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
-    run = globals().get("run")  # main's; there is none in pre-training
-    where = f"step {run.saved_step}" if run else "the last finished epoch of pre-training"
+    run = globals().get("run")  # main's progress; not yet defined in pre-training
+    where = f"step {run.saved_step}" if run else "the last checkpoint"
     line = f"stopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(f"\n{line}", file=sys.stderr)
     sys.stdout.flush()
@@ -1262,7 +1255,7 @@ def check_args(args):
     check_each(args)
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
-        fail(f"--image-size {args.image_size} must be a multiple of --patch-size {args.patch_size}, from 3 times on")
+        fail(f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number, at least 3")
     for part in ("encoder", "decoder", "agent"):
         dim = getattr(args, f"{part}_dim")
         heads = getattr(args, f"{part}_heads")
@@ -1287,11 +1280,10 @@ def check_args(args):
         fail(f"--buffer-size {args.buffer_size} must be at least --batch-size + --n-step + --frame-stack")
     if args.num_atoms < 2:
         fail(f"--num-atoms {args.num_atoms} must be at least 2")
-    if not args.v_min < args.v_max:
-        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}")
-    for name, value in vars(args).items():
-        of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
-        if args.mae_checkpoint is not None and of_pretraining and value != getattr(Args, name):
+    if not -math.inf < args.v_min < args.v_max < math.inf:
+        fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, and both finite")
+    for name, default in vars(PretrainingArgs()).items():
+        if args.mae_checkpoint is not None and name.startswith("mae_") and getattr(args, name) != default:
             fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
 
 
@@ -1316,12 +1308,12 @@ if __name__ == "__main__":
     torch.set_num_threads(args.threads)
     run_dir = run_folder(args)
 
-    # The auto-encoder: this run's own (after a resume), or the given one, or one to pre-train.
+    # The auto-encoder is this run's own mae.pt (after a resume), else --mae-checkpoint, else one is pre-trained below.
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id)  # None for other games: mr*, set below
-    run_mae_path = run_dir / "mae.pt"  # there after a resume
-    source_path = run_mae_path if run_mae_path.exists() else args.mae_checkpoint  # None: one is pre-trained below
+    run_mae_path = run_dir / "mae.pt"
+    source_path = run_mae_path if run_mae_path.exists() else args.mae_checkpoint
     if source_path is not None:
         salient_counts = load_mae(source_path, mae, args)
         if max_ratio is None and salient_counts.get("lorenz_slope") != args.lorenz_slope:
@@ -1347,7 +1339,7 @@ if __name__ == "__main__":
     print(f"the agent sees at most {max_patches} of {mae.num_patches} patches of a frame")
     lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None
 
-    # The agent. Seed here too: its weights must not depend on the MAE's sizes.
+    # The agent. Seed again: its weights must not depend on how the MAE was made.
     torch.manual_seed(args.seed)
     envs = make_envs(args, 1)
     num_actions = envs.single_action_space.n
@@ -1364,6 +1356,7 @@ if __name__ == "__main__":
     replay = Replay(
         args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma, args.priority_exponent
     )
+    # The actions before learning, all at once: so there is no state to save for a resume.
     random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
@@ -1393,11 +1386,11 @@ if __name__ == "__main__":
     observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
     for action in run.actions:
         observation, *_, info = envs.step(np.array([action]))
-    if resumed and not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
-        fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
-    writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # drops what was logged after the checkpoint
     if not resumed:
         replay.append(*preprocess(observation[:, 0]), starts=True)
+    elif not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
+        fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
+    writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # drops what was logged after the checkpoint
 
     # Train up to the next evaluation, and evaluate. In the 100K setting there is one, at the end.
     start_time = time.perf_counter() - run.seconds
@@ -1407,7 +1400,7 @@ if __name__ == "__main__":
         online.load_state_dict(trained["model"])
         run.saved_step = trained["step"]
         eval_steps = [run.saved_step]
-    for eval_step in eval_steps[len(run.evaluations) :]:
+    for eval_step in eval_steps[len(run.evaluations) :]:  # after a resume, those that are not done
         steps = range(run.saved_step, eval_step)
         progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
         for step in progress:
@@ -1465,7 +1458,6 @@ if __name__ == "__main__":
                 # Clips nothing, but raises RuntimeError where a gradient is not finite: the checkpoint before stands.
                 nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)
                 writer.flush()
-                run.saved_step = step + 1
                 run.seconds = time.perf_counter() - start_time
                 checkpoint = {
                     "online": online.state_dict(),
@@ -1473,12 +1465,13 @@ if __name__ == "__main__":
                     "optimizer": optimizer.state_dict(),
                     "replay": vars(replay),
                     "errors": error_map.errors,
-                    "run": vars(run),
+                    "run": vars(run) | {"saved_step": step + 1},
                     "generator": generator.get_state(),
                     "observation": torch.from_numpy(observation),
                 }
                 with atomic(checkpoint_path) as path:
                     torch.save(checkpoint, path)
+                run.saved_step = step + 1
 
         # Evaluate, with a copy of the known errors: an error's last digits depend on what else was computed with it,
         # and training should not change with the number of evaluations.
@@ -1494,7 +1487,7 @@ if __name__ == "__main__":
         if best["step"] == eval_step:  # the best so far
             agent = {"model": online.state_dict(), "args": vars(args), "step": eval_step, "max_patches": max_patches}
             with atomic(run_dir / "agent.pt") as path:
-                torch.save(agent, path)
+                torch.save(trained or agent, path)
             marked = []
             for frame, state in recording:
                 errors = eval_error_map(torch.from_numpy(frame[None]))

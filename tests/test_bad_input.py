@@ -36,8 +36,8 @@ COMMON = [
     (["--run-name", "\udcff"], "--run-name or --resume has letters that this terminal cannot print"),
 ]
 OF_MAE = [
-    (["--image-size", "100"], "--image-size 100 must be a multiple of --patch-size 8"),
-    (["--image-size", "16"], "--image-size 16 must be a multiple of --patch-size 8, from 3 times on"),
+    (["--image-size", "100"], "--image-size 100 must be --patch-size 8 times a whole number"),
+    (["--image-size", "16"], "--image-size 16 must be --patch-size 8 times a whole number, at least 3"),
     (["--encoder-heads", "5"], "--encoder-dim 64 must be a multiple of --encoder-heads 5"),
     (["--decoder-dim", "66", "--decoder-heads", "2"], "--decoder-dim 66 must be a multiple of --decoder-heads 2"),
     (["--mae-checkpoint", ""], "there is no file ''; give another"),
@@ -65,7 +65,8 @@ OF_AGENT = [
     (["--total-timesteps", "2000", "--train-frequency", "500"], "--learning-starts 1600 must be .* at most 1500"),
     (["--buffer-size", "30"], "--buffer-size 30 must be at least --batch-size"),
     (["--num-atoms", "1"], "--num-atoms 1 must be at least 2"),
-    (["--v-min", "10"], "--v-min 10.0 must be below --v-max 10.0"),
+    (["--v-min", "10"], "--v-min 10.0 must be below --v-max 10.0, and both finite"),
+    (["--v-max", "inf"], "--v-min -10.0 must be below --v-max inf, and both finite"),
 ]
 ROWS = [(script, *row) for script in SCRIPTS for row in COMMON]
 ROWS += [("spirl_rainbow.py", *row) for row in OF_MAE + OF_SELECTION + OF_AGENT]
@@ -82,7 +83,7 @@ ROWS += [
     ("spirl_rainbow.py", ["--mae-checkpoint", "right.pt", "--agent-checkpoint", "agent.pt"],
      "agent.pt was trained with --env-id ALE/Seaquest-v5, not ALE/Frostbite-v5; give the same"),
     ("spirl_rainbow.py", ["--mae-checkpoint", "right.pt", "--agent-checkpoint", "wide.pt"],
-     "wide.pt was trained with --agent-dim 64, not 32; give the same"),
+     "wide.pt was trained with --agent-dim 64, not 32; give the same .None: no --agent-dim"),
     ("spirl_mae.py", ["--coverage", "1"], "--coverage must be below 1"),
     ("spirl_baselines.py", ["--mae-checkpoint", "empty.pt"], "--mae-checkpoint is not for --method de-rainbow"),
     ("spirl_baselines.py", ["--mae-frames", "5000"], "--mae-frames is not for --method de-rainbow; leave it out"),
