@@ -54,7 +54,7 @@ def waits(folder):
     DE-Rainbow: {script: {line: {step: times}}}."""
     found = {}
     for script, flags in (("spirl_rainbow.py", CUDA), ("spirl_baselines.py", CUDA[CUDA.index("--max-episode-frames") :])):
-        command = [sys.executable, ROOT / "tests/pretend_gpu.py", ROOT / script, *flags, "--learning-starts", "25",
+        command = [sys.executable, ROOT / "tests/product/pretend_gpu.py", ROOT / script, *flags, "--learning-starts", "25",
                    "--total-timesteps", "60", "--eval-episodes", "1", "--max-episode-frames", "120"]
         command += ["--mae-epochs", "1"] if script == "spirl_rainbow.py" else []
         done = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """A pretended GPU: CPU tensors that say that they are on "cuda:0" and refuse to mix with others, as a GPU's do.
 
-    python tests/pretend_gpu.py spirl_rainbow.py --device cuda ...     # runs the script; prints where it waits, by step
+    python tests/product/pretend_gpu.py spirl_rainbow.py --device cuda ...     # runs the script; prints where it waits, by step
 
 It finds tensors that are left on the wrong device, and the places where the processor waits for the GPU: each copy to
 the processor (`.cpu()`, `.tolist()`, `.item()`, a number or a truth value made of a tensor). It says nothing about speed
