@@ -4,16 +4,23 @@ import json
 import platform
 import subprocess
 import sys
+from copy import deepcopy
+from functools import partial
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from conftest import LOADED, ROOT, SMALL, finished, in_background, run_here, scalars
-from torch.nn.modules.module import register_module_forward_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import spirl_rainbow as spirl
+
+
+def files(path):
+    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    return {name for name in found if "tfevents" not in name}
+
+
+LEFT = {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png", "videos/policy.gif"}
 
 
 @in_background
@@ -24,30 +31,24 @@ def small_run(folder):
 
 def test_a_run_leaves_what_the_readme_says(small_run):
     path, results = small_run
-    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
-    assert names == {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png",
-                     "videos/policy.gif"}
+    assert files(path) == LEFT and (path / "videos/policy.gif").read_bytes()[:6] == b"GIF89a"
     assert json.loads((path / "args.json").read_text())["total_timesteps"] == 240
     assert results["steps"] == 240 and results["updates"] == 120 and results["seed"] == 1
     assert results["env_id"] == "ALE/Frostbite-v5" and results["method"] == "spirl"
-    assert len(results["scores"]) == 3 and [(e["step"], e["scores"]) for e in results["evaluations"]] == [
-        (240, results["scores"])]
-    assert results["mean"] == pytest.approx(np.mean(results["scores"]))
-    assert results["median"] == pytest.approx(np.median(results["scores"]))
-    assert results["std"] == pytest.approx(np.std(results["scores"], ddof=1))
+    scores = results["scores"]
+    assert len(scores) == 3 and [(e["step"], e["scores"]) for e in results["evaluations"]] == [(240, scores)]
+    statistics = (np.mean(scores), np.median(scores), np.std(scores, ddof=1))
+    assert (results["mean"], results["median"], results["std"]) == pytest.approx(statistics)
     assert results["protocol"].startswith("mean of the final weights")
     assert results["max_patches"] == 12  # int(36 * 35 %)
     mae, agent = (torch.load(path / name, weights_only=True) for name in ("mae.pt", "agent.pt"))
     assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
     assert agent["step"] == 240 and agent["model"]["support"].shape == (51,)
-    assert (path / "videos/policy.gif").read_bytes()[:6] == b"GIF89a"
 
-
-def test_tensorboard_has_the_curves(small_run):
-    path, results = small_run
     curves = scalars(path)
-    assert curves.keys() == {"charts/episodic_return", "losses/loss", "losses/grad_norm", "losses/q_values", "charts/K",
-                             "charts/SPS", "eval/mean", "eval/median"}
+    charts, losses = ("episodic_return", "K", "SPS"), ("loss", "grad_norm", "q_values")
+    expected = {f"charts/{name}" for name in charts} | {f"losses/{name}" for name in losses}
+    assert curves.keys() == expected | {"eval/mean", "eval/median"}
     assert [step for step, _ in curves["charts/SPS"]] == [99, 199]
     assert curves["charts/episodic_return"] == [tuple(pair) for pair in results["training_scores"]]
     assert [step for step, _ in scalars(path / "mae")["mae/loss"]] == [0, 1]
@@ -82,162 +83,140 @@ def test_a_trained_agent_is_watched_and_nothing_is_learned(tmp_path, small_run, 
     assert again["scores"] == results["scores"] and again["steps"] == 240 and again["updates"] == 0
     weights = torch.load(path / "agent.pt", weights_only=True)["model"]
     assert all(torch.equal(value, weights[name]) for name, value in end["online"].state_dict().items())
-    names = {str(file.relative_to(watched)) for file in watched.rglob("*") if file.is_file() and "tfevents" not in str(file)}
-    assert names == {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png",
-                     "videos/policy.gif"}
-    assert (watched / "videos/policy.gif").read_bytes()[:6] == b"GIF89a"
+    assert files(watched) == LEFT
 
 
-def oracle_slots(args, steps):
-    """What the replay must hold after `steps` random steps, a dict a slot, and (step, raw score) of each game.
+def oracle_run(args, mae, max_patches):
+    """A whole run in its order, without checkpoints, logs and pictures: act, step, store, learn, copy. Returns what it
+    ends with, the (step, raw score) of each game, and its evaluations, each with the weights of then.
 
     A life loss ends the return and starts a stack, but the game goes on, until it says that it is over or its frames
     are counted out; a cut-off game's last frame has a slot without an action, but where a life is lost just there; the
-    step of the automatic reset is neither played nor counted; rewards are clipped.
+    step of the automatic reset is neither played nor counted; rewards are clipped. Evaluations have a network and a
+    cache of errors of their own: they change nothing in training.
     """
     envs = spirl.make_envs(args, 1)
-    actions = np.random.default_rng([args.seed, spirl.ACT]).integers(envs.single_action_space.n, size=steps)
-    slots, games, score, starts, length = [], [], 0.0, True, 0
+    num_actions = envs.single_action_space.n
+    torch.manual_seed(args.seed)
+    trunk = spirl.SalientPatchTransformer(padding=args.padding, pooling=args.pooling)
+    online = spirl.RainbowNetwork(trunk, 4 * 32, num_actions)
+    target = deepcopy(online)
+    optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    replay = spirl.Replay(args.buffer_size, (max_patches, 64), torch.float16, "cpu")
+    random_actions = np.random.default_rng([args.seed, spirl.ACT]).integers(num_actions, size=args.learning_starts)
+    generator = torch.Generator().manual_seed(spirl.game_seeds(args.seed, spirl.LEARN).item())
+    online.resample_noise(generator)
+    errors = spirl.ErrorMapCache(mae)
+
+    def store(starts):
+        patches, count = spirl.embed_salient_patches(mae, errors, max_patches, 0.5, observation[0])
+        replay.append(patches, count, starts)
+
+    updates, scores, evaluations, score, length = 0, [], [], 0.0, 0
     observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
-    for step, action in enumerate(actions.tolist()):
-        frame, lives, length = observation[0, 0], info["lives"][0], length + 1
+    store(starts=True)
+    for step in range(args.total_timesteps):
+        if step < args.learning_starts:
+            action = random_actions[step]
+        else:  # the best action under the noise that the last update drew
+            with torch.no_grad():
+                action = online.q_values(*replay.stacks(torch.tensor([replay.slot]))).argmax().item()
+        lives = info["lives"][0]
         observation, reward, terminated, _, info = envs.step(np.array([action]))
-        life_lost = bool(terminated[0]) or bool(info["lives"][0] < lives)
-        slots.append({"frame": frame, "starts": starts, "action": action, "ended": life_lost,
-                      "reward": max(-1.0, min(1.0, float(reward[0])))})
-        score, starts = score + float(reward[0]), life_lost
-        if terminated[0] or 4 * length >= args.max_episode_frames:
-            if not life_lost:
-                slots.append({"frame": observation[0, 0], "starts": False, "action": -1, "ended": False, "reward": 0.0})
-            games.append((step, score))
-            score, starts, length = 0.0, True, 0
-            observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, len(games)))
-    slots.append({"frame": observation[0, 0], "starts": starts, "action": -1, "ended": False, "reward": 0.0})
-    return slots, games
+        score, length = score + float(reward[0]), length + 1
+        life_lost = bool(terminated[0] or info["lives"][0] < lives)
+        game_over = bool(terminated[0] or 4 * length >= args.max_episode_frames)
+        replay.complete(action, min(float(reward[0]), 1.0), life_lost)
+        if game_over and not life_lost:
+            store(starts=False)
+            replay.truncate()
+        if game_over:
+            scores.append((step, score))
+            score, length = 0.0, 0
+            observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, len(scores)))
+        store(starts=life_lost or game_over)
+        if step >= args.learning_starts and step % args.train_frequency == 0:
+            beta = 0.4 + 0.6 * (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+            spirl.learn(args, online, target, optimizer, replay, beta, generator)
+            updates += 1
+            if updates % args.target_update_frequency == 0:
+                target.load_state_dict(online.state_dict())
+        if (step + 1) % (args.eval_frequency or args.total_timesteps) == 0:
+            cache = spirl.ErrorMapCache(mae)
+            cache.errors.update(errors.errors)
+            see = partial(spirl.embed_salient_patches, mae, cache, max_patches, 0.5)
+            evaluations.append(
+                (step + 1, spirl.evaluate(args, deepcopy(online), see)[0], deepcopy(online.state_dict()))
+            )
+    return {"online": online, "target": target, "replay": replay, "error_map": errors}, scores, evaluations
 
 
-@pytest.mark.parametrize("game, max_frames, cut_off, steps", [
-    ("MsPacman", 3000, False, 700),
-    ("MsPacman", 900, True, 680),
-    ("MsPacman", 708, False, 300),  # a life is lost in the very step that is cut off
-    ("Frogger", 3000, False, 400),  # plays on after its last life
-])
-def test_the_replay_holds_what_the_game_played(tmp_path, monkeypatch, game, max_frames, cut_off, steps):
-    end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", f"ALE/{game}-v5", "--max-ratio", "0.3", "--total-timesteps", steps + 1,
-                   "--learning-starts", steps, "--buffer-size", 800, "--max-episode-frames", max_frames,
-                   "--eval-episodes", 1, "--image-size", 32, "--run-name", "here")
-    args = spirl.Args(env_id=f"ALE/{game}-v5", image_size=32, max_episode_frames=max_frames)
-    slots, games = oracle_slots(args, steps)
-    assert end["run"].training_scores[: len(games)] == games and len(games) >= 1
-    assert any(slot["action"] < 0 for slot in slots[:-1]) == cut_off
-    assert sum(slot["ended"] for slot in slots) >= (1 if max_frames == 708 else 3) and max(slot["reward"] for slot in slots) == 1.0
-    replay, known = end["replay"], len(slots) - 1  # the last one has got its action by now
-    for name, field in (("action", "actions"), ("ended", "ended"), ("reward", "rewards")):
-        assert getattr(replay, field)[:known].tolist() == [slot[name] for slot in slots[:known]], name
-    assert replay.life_ids[:known].tolist() == (np.cumsum([slot["starts"] for slot in slots[:known]]) - 1).tolist()
-    for t, slot in enumerate(slots[:known]):  # drawn from when its n steps, or the end of its life or game, are known
-        ended = any(later["starts"] for later in slots[t + 1 : t + 21]) or slot["ended"]
-        assert (replay.priorities[t] > 0).item() == (slot["action"] >= 0 and (ended or t + 20 <= known + 1)), t
-    assert not cut_off or steps - games[-1][0] < 20  # some of them would wait for a step that never follows
-    slots, kept = slots[::4], torch.arange(0, len(slots), 4)
-    frames = torch.from_numpy(np.stack([slot["frame"] for slot in slots]))
-    plain = torch.cat([spirl.reconstruction_error_map(end["mae"], batch) for batch in frames.split(64)])
-    patch_ids, count = spirl.select_salient_patches(plain, end["max_patches"])
-    same = replay.counts[kept] == count
-    assert same.float().mean() > 0.99  # two slopes can be as good as equally close
-    embeddings = spirl.encode_patches(end["mae"], frames[same], patch_ids[same], count[same])
-    close = (replay.frames[kept][same].float() - embeddings).abs().amax((1, 2)) < 0.01  # kept as float16
-    assert close.float().mean() > 0.99  # as can be two patches' errors, whose order then differs
+LEARNING = {"total_timesteps": 200, "train_frequency": 4, "eval_frequency": 40, "target_update_frequency": 7}
+LEARNING |= {"max_episode_frames": 240, "eval_episodes": 2, "eval_epsilon": 0.5, "learning_rate": 0.01}
 
 
-def test_the_loop_acts_learns_copies_and_keeps_the_best(tmp_path, small_run, monkeypatch):
-    """Seen from outside: PyTorch calls hooks at each pass of a network and at each step of an optimiser."""
-    acted, betas, evaluated, played, games = [], {}, {}, [], []
-    make_vec = gym.make_vec
+def playing(game, max_episode_frames, steps):
+    """Random steps, and one that learns."""
+    changes = {"env_id": f"ALE/{game}-v5", "image_size": 32, "max_episode_frames": max_episode_frames}
+    changes |= {"learning_starts": steps, "total_timesteps": steps + 1, "buffer_size": 800}
+    return changes | {"max_ratio": 0.3, "eval_episodes": 1}
 
-    def watched(*args, **kwargs):  # the first environment is the one that trains
-        env = make_vec(*args, **kwargs)
-        reset, trains = env.reset, not played
-        env.reset = lambda seed: (games.append((trains, *seed.tolist())), reset(seed=seed))[1]
-        if not played:
-            played.append(None)
-            step = env.step
-            env.step = lambda action: (played.append(int(action[0])), step(action))[1]
-        return env
 
-    def passed(network, inputs, log_probs):
-        if type(network).__name__ != "RainbowNetwork":
-            return
-        loop = vars(sys.modules["__main__"])
-        if network.training and len(log_probs) == 1:
-            noise = torch.cat([value.flatten() for name, value in network.named_buffers() if "noise" in name])
-            best = int((log_probs.exp() * network.support).sum(2).argmax())
-            acted.append((loop["step"], network is loop["online"], best, noise.clone()))
-        elif not network.training:
-            evaluated.setdefault(loop["eval_step"], {name: v.clone() for name, v in network.state_dict().items()})
+@pytest.mark.parametrize(
+    "changes, lives_lost, cut_off",
+    [
+        (LEARNING, 0, True),
+        (LEARNING | {"padding": "token", "pooling": "mean"}, 0, True),
+        (LEARNING | {"padding": "mask"}, 0, True),
+        (playing("MsPacman", 3000, 700), 3, False),
+        (playing("MsPacman", 900, 680), 3, True),
+        (playing("MsPacman", 708, 300), 1, False),  # a life is lost in the very step that is cut off
+        (playing("Frogger", 3000, 400), 3, False),  # plays on after its last life
+    ],
+)
+def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, changes, lives_lost, cut_off):
+    flags = [part for name, value in changes.items() for part in (f"--{name.replace('_', '-')}", value)]
+    end = run_here(tmp_path, monkeypatch, *SMALL, *flags, "--run-name", "run")
+    args = spirl.Args(**{"image_size": 48, "learning_starts": 120, "buffer_size": 150} | changes)
+    expected, games, evaluations = oracle_run(args, end["mae"], end["max_patches"])
+    for name in ("online", "target"):
+        weights = end[name].state_dict()
+        assert all(torch.equal(weights[key], value) for key, value in expected[name].state_dict().items()), name
+    replay = end["replay"]
+    for name, value in vars(expected["replay"]).items():
+        kept = getattr(replay, name)
+        assert torch.equal(kept, value) if torch.is_tensor(value) else kept == value, name
+    assert end["error_map"].errors == expected["error_map"].errors  # nothing that evaluation saw
+    assert end["run"].training_scores == games and len(games) >= 1
+    # What this case is for has happened.
+    slots = torch.arange(len(replay.actions)) != replay.slot
+    assert ((replay.actions[slots] < 0) & (replay.life_ids[slots] >= 0)).any() == cut_off
+    assert replay.ended.sum() >= lives_lost and (args.learning_rate == 0.01 or replay.rewards.max() == 1)
 
-    def stepped(optimizer, *args):
-        loop = vars(sys.modules["__main__"])
-        if "beta" in loop:
-            betas[loop["step"]] = loop["beta"]
-
-    monkeypatch.setattr(gym, "make_vec", watched)
-    hooks = [register_module_forward_hook(passed), register_optimizer_step_post_hook(stepped)]
-    try:
-        end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--run-name",
-                       "watched", "--total-timesteps", 200, "--train-frequency", 4, "--eval-frequency", 40,
-                       "--target-update-frequency", 10, "--max-episode-frames", 240, "--eval-episodes", 2,
-                       "--eval-epsilon", 0.5, "--learning-rate", 0.01)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    # After 120 random steps each action is the best one under the noise that the last update left, and no other's.
-    assert [step for step, *_ in acted] == list(range(120, 200)) and all(own for _, own, *_ in acted)
-    assert [best for _, _, best, _ in acted] == played[121:201]
-    for (_, *_, before), (step, *_, now) in zip(acted, acted[1:]):
-        assert torch.equal(before, now) == (step % 4 != 1), step  # an update in each fourth step
-    assert betas == {step: pytest.approx(0.4 + 0.6 * (step - 120) / 80) for step in range(120, 200, 4)}
-    # Each game that is trained on has a seed of its own; each evaluation plays the same two games, and none of those.
-    trained_on = [seed for trains, *seeds in games if trains for seed in seeds]
-    evaluated_on = [seed for trains, *seeds in games if not trains for seed in seeds]
-    assert trained_on == [int(spirl.game_seeds(1, spirl.PLAY, n)[0]) for n in range(len(end["run"].training_scores) + 1)]
-    assert evaluated_on == 5 * spirl.game_seeds(1, spirl.EVALUATE, num=2).tolist() and len(trained_on) > 2
-    # After 20 updates the target network is the online one, but for its noise.
-    weights = [{name: value for name, value in end[network].state_dict().items() if "noise" not in name}
-               for network in ("online", "target")]
-    assert end["run"].updates == 20 and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     # The report is about the weights that had the largest median, as they were then.
-    path = tmp_path / "runs/watched"
-    evaluations = json.loads((path / "results.json").read_text())["evaluations"]
-    best = max(evaluations, key=lambda evaluation: np.median(evaluation["scores"]))
-    agent = torch.load(path / "agent.pt", weights_only=True)
-    assert len({evaluation["median"] for evaluation in evaluations}) > 1
-    assert agent["step"] == best["step"] and evaluated.keys() == {40, 80, 120, 160, 200}
-    assert all(torch.equal(agent["model"][name], value) for name, value in evaluated[best["step"]].items())
-    assert not torch.equal(evaluated[120]["trunk.project.weight"], evaluated[200]["trunk.project.weight"])
+    results = json.loads((tmp_path / "runs/run/results.json").read_text())
+    assert [(e["step"], e["scores"]) for e in results["evaluations"]] == [each[:2] for each in evaluations]
+    medians = [np.median(scores) for _, scores, _ in evaluations]
+    step, scores, weights = evaluations[int(np.argmax(medians))]  # the first of equals
+    agent = torch.load(tmp_path / "runs/run/agent.pt", weights_only=True)
+    assert agent["step"] == step and all(torch.equal(agent["model"][name], weights[name]) for name in weights)
+    assert results["scores"] == scores and results["median"] == max(medians)
+    assert results["protocol"].startswith("best median" if args.eval_frequency else "mean of the final weights")
 
 
-@in_background
-def other_settings(folder):
-    """Frostbite with masked padding; MsPacman with a [pad] token and mean pooling in the 400K setting's regime."""
-    short = ["--max-episode-frames", "300", "--eval-episodes", "2", "--total-timesteps", "160"]
-    return (finished(folder, "mask", *SMALL, *short, "--padding", "mask", "--mae-mask-spread", "0.2"),
-            finished(folder, "token", *SMALL, *short, "--padding", "token", "--pooling", "mean", "--env-id",
-                     "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "80"))
-
-
-def test_paddings_poolings_and_both_settings(other_settings):
-    (_, first), (_, second) = other_settings
-    assert first["updates"] == 40
-    assert second["updates"] == 10 and second["protocol"].startswith("best median")
-    assert [evaluation["step"] for evaluation in second["evaluations"]] == [80, 160]
-    best = max(second["evaluations"], key=lambda evaluation: np.median(evaluation["scores"]))
-    assert second["scores"] == best["scores"] and second["median"] == np.median(best["scores"])
+def test_the_agent_sees_the_salient_patches_alone(trained_mae, random_play):
+    frames = torch.from_numpy(random_play["ALE/Frostbite-v5"][:400:80])
+    errors = spirl.ErrorMapCache(trained_mae)
+    for slope in (0.5, None):
+        embeddings, count = spirl.embed_salient_patches(trained_mae, errors, 50, slope, frames.numpy())
+        patch_ids, expected = spirl.select_salient_patches(errors(frames), 50, slope)
+        assert embeddings.dtype == torch.float16 and torch.equal(count, expected)
+        assert torch.equal(embeddings, spirl.encode_patches(trained_mae, frames, patch_ids, count).half())
 
 
 def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatch):
-    end = run_here(tmp_path, monkeypatch, *SMALL, "--env-id", "ALE/Pong-v5", "--total-timesteps", 130, "--selection",
-                   "fixed", "--eval-episodes", 1, "--max-episode-frames", 400, "--run-name", "pong")
+    flags = [*SMALL, "--env-id", "ALE/Pong-v5", "--total-timesteps", 130, "--selection", "fixed", "--eval-episodes", 1]
+    end = run_here(tmp_path, monkeypatch, *flags, "--run-name", "pong")
     counted = torch.load(tmp_path / "runs/pong/mae.pt", weights_only=True)["salient_counts"]
     assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 64
     assert end["max_patches"] == spirl.ratio_to_patches(spirl.ideal_max_ratio(counted["counts"], 36), 36)
@@ -245,50 +224,11 @@ def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatc
     assert end["run"].updates == 10
 
 
-def test_the_target_network_begins_as_a_copy_of_the_online_one(tmp_path, small_run, monkeypatch, capsys):
-    end = run_here(tmp_path, monkeypatch, *LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--run-name", "few",
-                   "--total-timesteps", 123, "--eval-episodes", 1, "--max-episode-frames", 100)
-    assert "runs/few; if stopped: --resume runs/few\n" in capsys.readouterr().out
-    torch.manual_seed(1)
-    first = spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 18)  # the run's first random weights
-    online, target = dict(end["online"].named_parameters()), dict(end["target"].named_parameters())
-    assert end["run"].updates == 3  # too few for another copy
-    assert all(torch.equal(target[name], p) for name, p in first.named_parameters())
-    assert not any(torch.equal(online[name], p) for name, p in first.named_parameters())
-
-
-def test_a_run_stops_at_what_is_not_finite_and_keeps_the_checkpoint_before(tmp_path, small_run, monkeypatch):
+def test_a_run_stops_at_what_is_not_finite_and_keeps_the_checkpoint_before(tmp_path, small_run, monkeypatch, capsys):
     flags = [*LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--total-timesteps", 200, "--run-name", "diverged"]
     with pytest.raises(RuntimeError, match="non-finite"):
         run_here(tmp_path, monkeypatch, *flags, "--learning-rate", 2e9, "--checkpoint-frequency", 20)
+    assert "runs/diverged; if stopped: --resume runs/diverged\n" in capsys.readouterr().out
     checkpoint = torch.load(tmp_path / "runs/diverged/checkpoint.pt", weights_only=True)
     assert checkpoint["run"]["saved_step"] == 120  # after the last random step
     assert all(value.isfinite().all() for value in checkpoint["online"].values())
-
-
-def test_evaluation_adds_nothing_to_the_cache_of_training(tmp_path, small_run, monkeypatch):
-    flags = [*LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--total-timesteps", 125, "--eval-episodes", 1,
-             "--max-episode-frames", 200]
-    seldom = run_here(tmp_path, monkeypatch, *flags, "--run-name", "seldom")
-    often = run_here(tmp_path, monkeypatch, *flags, "--run-name", "often", "--eval-frequency", 50)
-    assert list(seldom["error_map"].errors) == list(often["error_map"].errors)
-    added = often["eval_error_map"].errors.keys() - often["error_map"].errors.keys()
-    assert added and often["error_map"].errors.items() <= often["eval_error_map"].errors.items()
-
-
-@in_background
-def seldom_and_often_evaluated(folder):
-    """The same training twice, evaluated once and three times."""
-    flags = [*SMALL, "--total-timesteps", "135", "--learning-starts", "30", "--max-episode-frames", "200",
-             "--eval-episodes", "1"]
-    return finished(folder, "seldom", *flags), finished(folder, "often", *flags, "--eval-frequency", "50")
-
-
-def test_evaluating_does_not_change_training(seldom_and_often_evaluated):
-    (seldom, once), (often, several) = seldom_and_often_evaluated
-    assert [evaluation["step"] for evaluation in several["evaluations"]] == [50, 100, 135]
-    assert once["training_scores"] == several["training_scores"]
-    assert once["scores"] == several["evaluations"][-1]["scores"]
-    curves = scalars(seldom), scalars(often)
-    for name in ("losses/loss", "losses/grad_norm", "losses/q_values", "charts/K"):
-        assert curves[0][name] == curves[1][name]  # bit for bit, a hundred updates on

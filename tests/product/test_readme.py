@@ -6,14 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-
-import spirl_baselines
-import spirl_mae
-import spirl_rainbow
+from conftest import ROOT, SCRIPTS
 
 README = (ROOT / "README.md").read_text()
-SCRIPTS = {"spirl_rainbow.py": spirl_rainbow, "spirl_mae.py": spirl_mae, "spirl_baselines.py": spirl_baselines}
 
 
 @pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
