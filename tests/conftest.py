@@ -1,15 +1,17 @@
 """What the tests share: the scripts' folder on the path, frames of real games, trained MAEs, and whole runs of the
-scripts, in this process or in the background."""
+scripts, in this process or in the background. tests/method teaches the method, tests/product guards the programs."""
 
 import gc
 import io
 import json
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import spirl_baselines  # noqa: E402
+import spirl_mae  # noqa: E402
 import spirl_rainbow as spirl  # noqa: E402
+
+SCRIPTS = {"spirl_rainbow.py": spirl, "spirl_mae.py": spirl_mae, "spirl_baselines.py": spirl_baselines}
 
 torch.set_num_threads(1)  # repeatable, and two runs at once do not fight over the cores
 
@@ -46,13 +52,31 @@ def trained_mae(maes):
     return maes["ALE/Frostbite-v5"]
 
 
+@pytest.fixture
+def refused(capsys):
+    """`with refused(message):` what is inside exits with status 2 and prints nothing but one line on stderr, "error: "
+    and what the regular expression `message` matches; with `begun`, only after what a run prints when it begins."""
+
+    @contextmanager
+    def refusal(message, begun=False):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            yield
+        out, err = capsys.readouterr()
+        line = err.splitlines()[-1]
+        assert stop.value.code == 2 and re.match(f"error: {message}", line), err
+        assert begun or (out == "" and err == line + "\n"), (out, err)
+
+    return refusal
+
+
 # A small model and short games: the whole pipeline in some seconds.
-SMALL = ["--image-size", "48", "--encoder-depth", "1", "--decoder-dim", "32", "--decoder-depth", "2",
-         "--mae-frames", "64", "--mae-epochs", "1", "--mae-batch-size", "32", "--max-episode-frames", "400",
-         "--learning-starts", "120", "--buffer-size", "150", "--eval-episodes", "3", "--threads", "1",
-         "--device", "cpu"]
-# The same with a MAE that is there already.
-LOADED = SMALL[: SMALL.index("--mae-frames")] + SMALL[SMALL.index("--max-episode-frames") :]
+SIZES = "--image-size 48 --encoder-depth 1 --decoder-dim 32 --decoder-depth 2".split()
+PRETRAINING = "--mae-frames 64 --mae-epochs 1 --mae-batch-size 32".split()
+MACHINE = "--threads 1 --device cpu".split()
+PLAY = "--max-episode-frames 400 --learning-starts 120 --buffer-size 150 --eval-episodes 3".split() + MACHINE
+SMALL = SIZES + PRETRAINING + PLAY
+LOADED = SIZES + PLAY  # the same with a MAE that is there already
 
 
 def run(folder, *flags, script="spirl_rainbow.py"):

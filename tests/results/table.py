@@ -147,7 +147,7 @@ def markdown(runs):
     return "\n".join(rows)
 
 
-# What is printed, and which file has it (test_results.py).
+# What is printed, and which file has it (tests/product/test_results.py).
 TABLES = {headline: "README.md", efficiency: "tests/results/README.md", markdown: "tests/results/README.md"}
 
 

@@ -9,20 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, finished, in_background, run, run_here, scalars
+from conftest import MACHINE, PLAY, PRETRAINING, ROOT, SIZES, SMALL, finished, in_background, run, run_here, scalars
 
 import spirl_mae
 
 # Short games and few of them: an evaluation is soon over.
 SHORT = ["--total-timesteps", "170", "--checkpoint-frequency", "20", "--eval-frequency", "90", "--eval-episodes", "1"]
 SPIRL = ["spirl_rainbow.py", *SMALL, *SHORT, "--mae-epochs", "3", "--max-episode-frames", "240"]
-DE_RAINBOW_P = ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150",
-                *SMALL[SMALL.index("--max-episode-frames") :], *SHORT]
-MAE = ["spirl_mae.py", *SMALL[: SMALL.index("--max-episode-frames")], "--mae-epochs", "3", *SMALL[-4:]]
+DE_RAINBOW_P = ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150", *PLAY, *SHORT]
+MAE = ["spirl_mae.py", *SIZES, *PRETRAINING, *MACHINE, "--mae-epochs", "3"]
+EDITED = "its args.json is not as the run wrote it; put back what was changed$"
 
 
 def same_end(one, two):
@@ -51,45 +51,36 @@ def whole(folder):
     return [finished(folder, script, *flags, script=script)[0] for script, *flags in (SPIRL, DE_RAINBOW_P, MAE)]
 
 
+def kill(folder, flags, instant):
+    """Kill the run in `folder` so many seconds after it has begun or gone on."""
+    process = subprocess.Popen([sys.executable, ROOT / SPIRL[0], *flags], cwd=folder.parent.parent)
+    while process.poll() is None and not (folder / "args.json").exists():
+        time.sleep(0.01)
+    time.sleep(instant)
+    process.kill()
+    process.wait()
+
+
 def test_killed_at_random_instants(tmp_path, whole, request):
     """Every other run is killed twice, the second time while it goes on."""
-    if not request.config.option.kills:
-        pytest.skip("takes 15 seconds a kill: --kills 20")
-    path, kills, seed = whole[0], request.config.option.kills, random.randrange(10**6)
-    began = (path / "args.json").stat().st_mtime
-    lasts = (path / "results.json").stat().st_mtime - began
+    kills, seed, survived = request.config.option.kills, random.randrange(10**6), 0
+    if not kills:
+        pytest.skip("takes 30 seconds a kill: --kills 20")
+    lasts = (whole[0] / "results.json").stat().st_mtime - (whole[0] / "args.json").stat().st_mtime
+    print("seed", seed)
     rng = random.Random(seed)
-    instants = [rng.uniform(i, i + 1) / kills * lasts for i in range(kills)]  # spread over the whole run
-    print(f"seed {seed}: kills after", [f"{instant:.1f} s" for instant in instants])
-
-    def kill(folder, flags, instant):
-        process = subprocess.Popen([sys.executable, ROOT / SPIRL[0], *flags], cwd=tmp_path,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (folder / "args.json").exists():
-            time.sleep(0.01)
-        time.sleep(instant)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if (folder / "checkpoint.pt").exists():
-            return f"step {torch.load(folder / 'checkpoint.pt', weights_only=True)['run']['saved_step']}"
-        return "mae.pt" if (folder / "mae.pt").exists() else f"epochs: {(folder / 'mae/checkpoint.pt').exists()}"
-
-    def survive(number, sooner=1.0):
+    for number in range(kills):
         folder = tmp_path / "runs" / f"kill{number}"
-        told = [kill(folder, [*SPIRL[1:], "--run-name", folder.name], sooner * instants[number])]
-        if number % 2 and not (folder / "results.json").exists():
-            told.append(kill(folder, ["--resume", folder], sooner * random.Random(seed + number).uniform(3, 9)))
-        if (folder / "results.json").exists():  # this one was faster than the first: once more, a little earlier
-            shutil.rmtree(folder)
-            return survive(number, 0.8 * sooner)
-        done = run(tmp_path, "--resume", f"{folder}/")
-        assert done.returncode == 0, (told, done.stderr[-2000:])
-        same_end(path, folder)
-        return told
-
-    with ThreadPoolExecutor(2) as pool:
-        reached = list(pool.map(survive, range(kills)))
-    print(f"{sum(map(len, reached))} kills; what was there then:", reached)
+        instant = rng.uniform(number, number + 1) / kills * lasts  # spread over the whole run
+        kill(folder, [*SPIRL[1:], "--run-name", folder.name], instant)
+        if number % 2:
+            kill(folder, ["--resume", folder], rng.uniform(3, 9))
+        if not (folder / "results.json").exists():  # or it was faster than the first run
+            done = run(tmp_path, "--resume", f"{folder}/")
+            assert done.returncode == 0, done.stderr[-2000:]
+            same_end(whole[0], folder)
+            survived += 1
+    assert survived > kills / 2
 
 
 KILLER = """
@@ -127,9 +118,9 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-def killed(folder, script, flags, *instants):
+def killed(folder, script_and_flags, *instants):
     """The folder of a run that is killed at each of the instants (where, call) in turn, going on in between."""
-    flags = [*flags, "--run-name", "killed"]
+    script, *flags = [*script_and_flags, "--run-name", "killed"]
     for where, call in instants:
         command = [sys.executable, "-c", KILLER, where, call, ROOT / script, *flags]
         done = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
@@ -141,14 +132,14 @@ def killed(folder, script, flags, *instants):
 @in_background
 def killed_spirl(folder):
     """SPIRL, killed in the second epoch of pre-training, in a game, and twice in a checkpoint."""
-    return killed(folder, SPIRL[0], SPIRL[1:], ("an update", 4), ("an update", 34),
-                  ("a checkpoint half written", 1), ("a checkpoint not yet renamed", 2))
+    in_a_checkpoint = ("a checkpoint half written", 1), ("a checkpoint not yet renamed", 2)
+    return killed(folder, SPIRL, ("an update", 4), ("an update", 34), *in_a_checkpoint)
 
 
 @in_background
 def killed_mae(folder):
     """spirl_mae.py, killed in its second epoch; then it may end."""
-    path = killed(folder, MAE[0], MAE[1:], ("an update", 4))
+    path = killed(folder, MAE, ("an update", 4))
     done = run(folder, "--resume", "runs/killed", script=MAE[0])
     assert done.returncode == 0, done.stderr[-2000:]
     return path
@@ -157,7 +148,7 @@ def killed_mae(folder):
 @in_background
 def killed_baseline(folder):
     """DE-Rainbow-P, killed in a game, and not gone on with."""
-    return killed(folder, DE_RAINBOW_P[0], DE_RAINBOW_P[1:], ("an update", 30))
+    return killed(folder, DE_RAINBOW_P, ("an update", 30))
 
 
 def test_killed_at_chosen_instants(tmp_path, whole, killed_spirl, monkeypatch):
@@ -172,8 +163,15 @@ def test_pretraining_alone_goes_on(whole, killed_mae):
     same_end(whole[2], killed_mae)
 
 
-def test_a_baseline_goes_on_only_where_its_game_comes_back(tmp_path, whole, killed_baseline, monkeypatch, capsys):
+@pytest.fixture
+def stopped(tmp_path, killed_baseline, monkeypatch):
+    """A copy of the killed baseline's folder, and a function that goes on with it."""
     path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
+    return path, partial(run_here, tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+
+
+def test_a_baseline_goes_on_only_where_its_game_comes_back(whole, stopped, refused):
+    path, go_on = stopped
     content = torch.load(path / "checkpoint.pt", weights_only=True)
     assert content["run"]["saved_step"] == 160  # in the middle of the second game:
     assert len(content["run"]["actions"]) == 60
@@ -181,59 +179,52 @@ def test_a_baseline_goes_on_only_where_its_game_comes_back(tmp_path, whole, kill
     arguments = json.loads((path / "args.json").read_text())
     for name, value in (("num_atoms", 41), ("total_timesteps", 155), ("seed", "1")):
         (path / "args.json").write_text(json.dumps({**arguments, name: value}))
-        with pytest.raises(SystemExit) as stop:
-            run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
-        out, err = capsys.readouterr()
-        assert stop.value.code == 2 and out == "" and err.count("\n") == 1
-        assert err == f"error: --resume {path}: its args.json is not as the run wrote it; put back what was changed\n"
+        with refused(f"--resume {path}: {EDITED}"):
+            go_on()
     (path / "args.json").write_text(json.dumps(arguments))
     for message in ("the replayed game differs at step 160", "checkpoint.pt cannot be read as a checkpoint"):
-        with pytest.raises(SystemExit) as stop:
-            run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
-        assert stop.value.code == 2 and message in capsys.readouterr().err
+        with refused(f".*{message}", begun=True):
+            go_on()
         (path / "checkpoint.pt").write_bytes((path / "checkpoint.pt").read_bytes()[:1000])
     torch.save(content, path / "checkpoint.pt")
-    run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+    go_on()
     same_end(whole[1], path)
 
 
-def test_a_run_begun_on_a_gpu_goes_on_without_one(tmp_path, killed_baseline, monkeypatch, capsys):
-    path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
+def test_a_run_begun_on_a_gpu_goes_on_without_one(stopped, refused, capsys):
+    path, go_on = stopped
     content = torch.load(path / "checkpoint.pt", weights_only=True)
     state = torch.arange(16, dtype=torch.uint8)  # seed and offset, 8 bytes each: what a CUDA generator's state is
     torch.save({**content, "generator": state}, path / "checkpoint.pt")
-    end = run_here(tmp_path, monkeypatch, "--resume", path, "--device", "cpu", "--threads", "2", script=DE_RAINBOW_P[0])
+    with refused(".*all other flags but --device and --threads"):
+        go_on("--seed", "2")
+    end = go_on("--device", "cpu", "--threads", "2")
     out = capsys.readouterr().out
-    assert "--device cpu, --threads 2, " in out and out.count("note: another kind of device than before: from here the digits differ") == 1
+    assert "--device cpu, --threads 2, " in out
+    assert out.count("note: another kind of device than before: from here the digits differ") == 1
     results = json.loads((path / "results.json").read_text())
     assert results["device"] == "cpu" and results["updates"] == end["run"].updates == 50
-    with pytest.raises(SystemExit) as stop:
-        run_here(tmp_path, monkeypatch, "--resume", killed_baseline, "--seed", "2", script=DE_RAINBOW_P[0])
-    assert stop.value.code == 2 and "all other flags but --device and --threads" in capsys.readouterr().err
 
 
-def test_a_run_is_gone_on_with_once_at_a_time(tmp_path, killed_baseline, monkeypatch, capsys):
+def test_a_run_is_gone_on_with_once_at_a_time(stopped, refused):
     """The lock is the system's, on an open file: a killed holder leaves none behind, as the runs above show."""
-    path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
+    path, go_on = stopped
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    holder = (path / "args.json").open()
-    fcntl.flock(holder, fcntl.LOCK_EX)
-    with pytest.raises(SystemExit) as stop:
-        run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and err == f"error: --resume {path}: another process is at work on this run; wait for " \
-        "it, or stop it\n" and out == ""
+    with (path / "args.json").open() as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with refused(f"--resume {path}: another process is at work on this run; wait for it, or stop it$"):
+            go_on()
     assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    holder.close()
-    run_here(tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+    go_on()
 
 
 @in_background
 def interrupted(folder):
     """What a run prints that gets Ctrl-C in its first game, and its folder once it has gone on to the end."""
-    process = subprocess.Popen([sys.executable, ROOT / DE_RAINBOW_P[0], *DE_RAINBOW_P[1:], "--run-name", "stopped"],
-                               cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # as in a terminal
+    command = [sys.executable, ROOT / DE_RAINBOW_P[0], *DE_RAINBOW_P[1:], "--run-name", "stopped"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    terminal = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job would ignore Ctrl-C
+    process = subprocess.Popen(command, cwd=folder, preexec_fn=terminal, **pipes)
     while process.poll() is None and not (folder / "runs/stopped/checkpoint.pt").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
@@ -247,24 +238,17 @@ def test_ctrl_c_names_the_way_back(whole, interrupted):
     status, err, path = interrupted
     last = err.splitlines()[-1]
     assert status == 130 and "Traceback" not in err
-    assert re.fullmatch(r"stopped; what came after step \d+ is lost; go on with: python "
-                        r".*spirl_baselines.py --resume runs/stopped", last), last
+    lost = r"stopped; what came after step \d+ is lost; "
+    assert re.fullmatch(rf"{lost}go on with: python .*spirl_baselines.py --resume runs/stopped", last), last
     same_end(whole[1], path)
 
 
-def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, whole, monkeypatch, capsys):
-    finished_run, other_script = whole[0], tmp_path / "other"
-    other_script.mkdir()
-    (other_script / "args.json").write_text(json.dumps(vars(spirl_mae.Args())))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit) as stop:
-        run_here(tmp_path, monkeypatch, "--resume", finished_run)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == f"error: --resume {finished_run}: this run is finished; give an unfinished one\n"
-    for folder in (other_script, tmp_path / "empty", tmp_path / "nowhere"):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
+def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, whole, monkeypatch, refused):
+    for name in ("other", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other/args.json").write_text(json.dumps(vars(spirl_mae.Args())))  # of another script
+    with refused(f"--resume {whole[0]}: this run is finished; give an unfinished one"):
+        run_here(tmp_path, monkeypatch, "--resume", whole[0])
+    for folder in (tmp_path / "other", tmp_path / "empty", tmp_path / "nowhere"):
+        with refused(f"--resume {folder} is not the folder of an unfinished run of this script"):
             run_here(tmp_path, monkeypatch, "--resume", folder)
-        err = capsys.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1
-        assert err.startswith(f"error: --resume {folder} is not the folder of an unfinished run of this script")

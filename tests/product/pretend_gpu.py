@@ -1,10 +1,10 @@
 """A pretended GPU: CPU tensors that say that they are on "cuda:0" and refuse to mix with others, as a GPU's do.
 
-    python tests/pretend_gpu.py spirl_rainbow.py --device cuda ...     # runs the script; prints where it waits, by step
+    python tests/product/pretend_gpu.py spirl_rainbow.py --device cuda ...     # runs it; prints where it waits, by step
 
 It finds tensors that are left on the wrong device, and the places where the processor waits for the GPU: each copy to
-the processor (`.cpu()`, `.tolist()`, `.item()`, a number or a truth value made of a tensor). It says nothing about speed
-or rounding. A PyTorch built without CUDA has no such device, so inside "meta" stands for it.
+the processor (`.cpu()`, `.tolist()`, `.item()`, a number or a truth value made of a tensor). It says nothing about
+speed or rounding. A PyTorch built without CUDA has no such device, so inside "meta" stands for it.
 """
 
 import collections
@@ -110,8 +110,8 @@ def dispatch(func, args, kwargs):
 
 
 def meta_for_cuda(value):
-    is_cuda = isinstance(value, str) and value.startswith("cuda") or isinstance(value, torch.device) and value.type == "cuda"
-    return META if is_cuda else value
+    is_device = isinstance(value, str | torch.device)
+    return META if is_device and str(value).startswith("cuda") else value
 
 
 class Devices(TorchFunctionMode):

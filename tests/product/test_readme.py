@@ -6,14 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-
-import spirl_baselines
-import spirl_mae
-import spirl_rainbow
+from conftest import ROOT, SCRIPTS
 
 README = (ROOT / "README.md").read_text()
-SCRIPTS = {"spirl_rainbow.py": spirl_rainbow, "spirl_mae.py": spirl_mae, "spirl_baselines.py": spirl_baselines}
 
 
 @pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
@@ -69,7 +64,7 @@ def test_every_name_in_the_readmes_map_exists():
         assert any(hasattr(module, name) for module in SCRIPTS.values()), name
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "tests").glob("*/*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", ["results/table.py", "benchmarks/benchmark.py", "benchmarks/mask_spread.py"])
 def test_a_script_beside_the_tests_starts(script):
-    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "tests" / script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr

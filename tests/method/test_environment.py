@@ -1,6 +1,7 @@
 """Each rule of the environment, seen on a real game that breaks it if it is wrong."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -16,142 +17,114 @@ def make(game, num_envs=1, **changes):
 
 def changed(game, **changes):
     """`make_envs`'s environment but for some settings: what the rule would be violated by."""
-    kwargs = dict(make(game).spec.kwargs)
-    kwargs.pop("vectorization_mode", None)
-    kwargs.pop("game", None)
-    return gym.make_vec(f"ALE/{game}-v5", 1, "vector_entry_point", **{**kwargs, **changes})
+    kwargs = {
+        name: value for name, value in make(game).spec.kwargs.items() if name not in ("vectorization_mode", "game")
+    }
+    return gym.make_vec(f"ALE/{game}-v5", 1, "vector_entry_point", **kwargs | changes)
 
 
 def play(env, seed, actions):
-    """The observations, raw rewards, ends and lives of a game from a seeded reset."""
+    """A game from a seeded reset: arrays with an entry for the reset and one for each action."""
     observation, info = env.reset(seed=np.array([seed]))
     steps = [(observation[0, 0], 0, False, False, info["lives"][0], info["episode_frame_number"][0])]
     for action in actions:
-        observation, reward, terminated, truncated, info = env.step(np.array([action]))
-        steps.append((observation[0, 0], reward[0], terminated[0], truncated[0], info["lives"][0],
-                      info["episode_frame_number"][0]))
-    return steps
+        observation, *outcome, info = env.step(np.array([action]))
+        reward, terminated, truncated = (value[0] for value in outcome)
+        clock = info["episode_frame_number"][0]
+        steps.append((observation[0, 0], reward, terminated, truncated, info["lives"][0], clock))
+    names = ("frames", "rewards", "terminated", "truncated", "lives", "clock")
+    return SimpleNamespace(**dict(zip(names, map(np.array, zip(*steps)))))
 
 
-def random_actions(num, actions=18, seed=0):
-    return np.random.default_rng(seed).integers(actions, size=num)
+def random_actions(num, actions=18):
+    return np.random.default_rng(0).integers(actions, size=num)
 
 
-def test_observations_are_96_pixel_colour_frames_unstacked():
+def first_frame(env, seed):
+    """The emulator's frame at which a game's play begins, after its no-ops."""
+    return int(env.reset(seed=np.array([seed]))[1]["frame_number"][0])
+
+
+def test_a_step_gives_an_unstacked_colour_frame_and_a_raw_score_after_four_frames_of_the_games_own_actions():
     observation, _ = make("Frostbite", 3).reset(seed=np.arange(3))
     assert observation.shape == (3, 1, 96, 96, 3) and observation.dtype == np.uint8
     assert (observation[..., 0] != observation[..., 2]).any()  # in colour
+    game = play(make("MsPacman"), 3, random_actions(200, 9))
+    assert game.rewards.max() >= 10  # a pebble's ten points
+    assert (np.diff(game.clock) == 4).all()
+    actions = [make(game).single_action_space.n for game in ("MsPacman", "Frostbite", "Breakout")]
+    assert actions == [9, 18, 4]
 
 
 def test_actions_never_stick():
     """Without sticky actions two games with as many no-ops at the start are the same, whatever their seeds."""
-    env = make("MsPacman")
-    first = {}
+    env, first = make("MsPacman"), {}
     for seed in range(100):
-        _, info = env.reset(seed=np.array([seed]))
-        pair = first.setdefault(int(info["frame_number"][0]), seed)
+        pair = first.setdefault(first_frame(env, seed), seed)
         if pair != seed:
             break
     actions = random_actions(150, 9)
-    same = [(a[0] == b[0]).all() for a, b in zip(play(env, pair, actions), play(env, seed, actions))]
-    assert all(same)
+    assert (play(env, pair, actions).frames == play(env, seed, actions).frames).all()
     sticky = changed("MsPacman", repeat_action_probability=0.25)
-    assert not all((a[0] == b[0]).all() for a, b in zip(play(sticky, pair, actions), play(sticky, seed, actions)))
-
-
-def test_the_score_stays_raw():
-    rewards = [step[1] for step in play(make("MsPacman"), 3, random_actions(200, 9))]
-    assert max(rewards) >= 10  # a pebble's ten points
-
-
-def test_one_step_is_four_frames():
-    frames = [step[5] for step in play(make("Seaquest"), 3, random_actions(50))]
-    assert np.diff(frames).tolist() == [4] * 50
+    assert (play(sticky, pair, actions).frames != play(sticky, seed, actions).frames).any()
 
 
 def test_the_last_two_frames_are_pooled():
     """Seaquest blinks: the maximum over two frames shows what every other frame hides."""
     actions = random_actions(100)
-    pooled = np.stack([step[0] for step in play(make("Seaquest"), 3, actions)])
-    single = np.stack([step[0] for step in play(changed("Seaquest", maxpool=False), 3, actions)])
+    pooled = play(make("Seaquest"), 3, actions).frames
+    single = play(changed("Seaquest", maxpool=False), 3, actions).frames
     assert (pooled >= single).all() and (pooled > single).any()
 
 
 def test_up_to_30_no_ops_start_a_game():
     env = make("Seaquest")
-    starts = [int(env.reset(seed=np.array([seed]))[1]["frame_number"][0]) for seed in range(30)]
-    assert len(set(starts)) > 12 and 25 < max(starts) <= 31
+    starts = {first_frame(env, seed) for seed in range(30)}
+    assert len(starts) > 12 and 25 < max(starts) <= 31
     env = changed("Seaquest", noop_max=0)
-    assert len({int(env.reset(seed=np.array([seed]))[1]["frame_number"][0]) for seed in range(5)}) == 1
+    assert len({first_frame(env, seed) for seed in range(5)}) == 1
 
 
-def test_the_actions_are_the_games_own():
-    assert make("MsPacman").single_action_space.n == 9
-    assert make("Frostbite").single_action_space.n == 18
-    assert make("Breakout").single_action_space.n == 4
-
-
-def test_a_game_that_waits_for_fire_is_started():
+@pytest.mark.parametrize("fire", [True, False])
+def test_a_game_that_waits_for_fire_is_started(fire):
     """Breakout's ball is served by FIRE alone: without it every frame is the same."""
-    for fire, moves in ((True, True), (False, False)):
-        env = make("Breakout") if fire else changed("Breakout", use_fire_reset=False)
-        steps = play(env, 3, [0] * 20)
-        assert any((step[0] != steps[0][0]).any() for step in steps) == moves
+    env = make("Breakout") if fire else changed("Breakout", use_fire_reset=False)
+    frames = play(env, 3, [0] * 20).frames
+    assert (frames != frames[0]).any() == fire
 
 
-@pytest.mark.parametrize("game", ["Frostbite", "Seaquest", "MsPacman", "BattleZone", "Frogger", "Turmoil"])
-def test_a_life_loss_shows_in_the_lives_and_the_flags_are_of_games(game):
+@pytest.mark.parametrize("name", ["Frostbite", "Seaquest", "MsPacman", "BattleZone", "Frogger", "Turmoil"])
+def test_a_life_loss_shows_in_the_lives_and_the_flags_are_of_games(name):
     """Frogger and Turmoil play on after a loss to none; ale-py's own flags of lost lives leave that one out."""
-    env = make(game)
-    steps = play(env, 3, random_actions(1200, int(env.single_action_space.n)))
-    over = next(i for i, step in enumerate(steps) if step[2])
-    game_lives = [step[4] for step in steps[: over + 1]]
-    losses = [i for i in range(1, over + 1) if game_lives[i] < game_lives[i - 1]]
-    assert len(losses) == game_lives[0] >= 3  # several lives were played, one after the other
-    assert (losses[-1] < over) == (game in ("Frogger", "Turmoil")) and not any(step[3] for step in steps[: over + 1])
-    flagged = [step[2] for step in play(changed(game, life_loss_info=True), 3, random_actions(
-        1200, int(env.single_action_space.n)))]
-    assert flagged[losses[-1]] == (losses[-1] == over) and all(flagged[loss] for loss in losses[:-1])
-    assert np.diff([step[5] for step in steps[: over + 1]]).min() > 0  # and the game's clock goes on
-    assert steps[over + 1][5] < steps[over][5] and steps[over + 1][1] == 0  # only now a new one, by a step of no reward
+    env = make(name)
+    actions = random_actions(1200, int(env.single_action_space.n))
+    game = play(env, 3, actions)
+    over = game.terminated.argmax()  # the first end
+    losses = 1 + np.flatnonzero(np.diff(game.lives[: over + 1]) < 0)
+    assert len(losses) == game.lives[0] >= 3  # several lives were played, one after the other
+    assert (losses[-1] < over) == (name in ("Frogger", "Turmoil")) and not game.truncated[: over + 1].any()
+    assert (np.diff(game.clock[: over + 1]) > 0).all()  # and the game's clock goes on
+    assert game.clock[over + 1] < game.clock[over] and game.rewards[over + 1] == 0  # a new one, by a step of no reward
+    flagged = play(changed(name, life_loss_info=True), 3, actions).terminated
+    assert flagged[losses[:-1]].all() and flagged[losses[-1]] == (losses[-1] == over)
 
 
 def test_a_cut_off_game_is_truncated_and_not_terminated():
-    steps = play(make("BattleZone", max_episode_frames=400), 3, [0] * 101)
-    end = [step[3] for step in steps].index(True)
-    assert 400 <= steps[end][5] < 440 and steps[end - 1][5] < 400 + 36  # after 400 frames, the no-ops not counted
-    assert not any(step[2] for step in steps[: end + 1]) and steps[end][4] == 5  # no life was lost
-    assert spirl.Args().max_episode_frames == 108_000
+    game = play(make("BattleZone", max_episode_frames=400), 3, [0] * 101)
+    end = game.truncated.argmax()
+    assert 400 <= game.clock[end] < 440 and game.clock[end - 1] < 400 + 36  # the no-ops are not counted
+    assert not game.terminated[: end + 1].any() and game.lives[end] == 5  # no life was lost
     assert make("BattleZone").spec.kwargs["max_num_frames_per_episode"] == 108_000
 
 
-def test_a_life_lost_in_the_step_that_is_cut_off_is_both():
-    """Ms. Pac-Man loses a life at the first of these; the game is over there, however long its limit."""
-    actions = random_actions(400, 9)
-    lives = [step[4] for step in play(make("MsPacman"), 3, actions)]
-    loss = next(i for i in range(1, 400) if lives[i] < lives[i - 1])
-    for limit in (4 * loss - 3, 4 * loss):  # the step's first frame is its last one, or its fourth
-        *_, terminated, truncated, left, _ = play(make("MsPacman", max_episode_frames=limit), 3, actions)[loss]
-        assert truncated and not terminated and left in (lives[loss], lives[loss] + 1)
-
-
 def test_seeds_decide_the_game_and_differ_by_purpose():
-    env = make("Frostbite")
-    actions = random_actions(120)
-    assert all((a[0] == b[0]).all() for a, b in zip(play(env, 11, actions), play(env, 11, actions)))
+    env, actions = make("Frostbite"), random_actions(120)
+    assert (play(env, 11, actions).frames == play(env, 11, actions).frames).all()
     purposes = (spirl.COLLECT, spirl.PLAY, spirl.EVALUATE)
     drawn = np.concatenate([spirl.game_seeds(seed, purpose, num=50) for seed in range(1, 21) for purpose in purposes])
     assert drawn.dtype == np.int64 and drawn.min() >= 0 and drawn.max() < 2**31
-    assert len(set(drawn.tolist())) == len(drawn) == 3000  # runs with adjacent seeds share no seed
-    assert (spirl.game_seeds(1, spirl.PLAY, 0) != spirl.game_seeds(1, spirl.PLAY, 1)).all()
-
-
-def test_collection_is_repeatable(random_play):
-    frames = random_play["ALE/Frostbite-v5"]
-    again = spirl.collect_random_frames(spirl.Args(seed=99), 400)
-    assert (frames == again.numpy()).all()
-    other = spirl.collect_random_frames(spirl.Args(seed=2), 400)
-    assert (frames != other.numpy()).any()
+    assert len(set(drawn)) == len(drawn) == 3000  # runs with adjacent seeds share no seed
+    assert spirl.game_seeds(1, spirl.PLAY, 0) != spirl.game_seeds(1, spirl.PLAY, 1)
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_episode_frames": 500}])
@@ -174,8 +147,7 @@ class FirstPixels(torch.nn.Module):
 
     def __init__(self, actions):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.weight = torch.randn(4 * 32, actions, generator=generator)
+        self.weight = torch.randn(4 * 32, actions, generator=torch.Generator().manual_seed(0))
 
     def q_values(self, frames, counts):
         return (frames * counts[:, :, None]).flatten(1).float() @ self.weight
@@ -190,8 +162,8 @@ def oracle_game(policy, seed, args):
     """One whole game, alone, step by step: its raw score and length. A lost life changes nothing in the stack."""
     env = spirl.make_envs(args, 1)
     observation, _ = env.reset(seed=np.array([seed]))
-    stack, score, length = [torch.zeros(1, 32).half()] * 4, 0, 0
-    counts = [0, 0, 0, 0]
+    stack, counts = [torch.zeros(1, 32).half()] * 4, [0, 0, 0, 0]
+    score, length = 0, 0
     while True:
         stack, counts = stack[1:] + [read_pixels(observation[:, 0])[0]], counts[1:] + [1]
         q = policy.q_values(torch.stack(stack, 1), torch.tensor([counts]))
@@ -204,8 +176,8 @@ def oracle_game(policy, seed, args):
 def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
     args = spirl.Args(env_id="ALE/MsPacman-v5", seed=5, max_episode_frames=600, eval_episodes=4, eval_epsilon=0.0)
     policy = FirstPixels(9).train()
-    seeds = spirl.game_seeds(5, spirl.EVALUATE, num=4)
-    expected = [oracle_game(policy, seed, args) for seed in seeds]
+    games = [oracle_game(policy, seed, args) for seed in spirl.game_seeds(5, spirl.EVALUATE, num=4)]
+    expected, lengths = map(list, zip(*games))
     batches = []
 
     def preprocess(frames):
@@ -215,8 +187,7 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
 
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     scores, recording = spirl.evaluate(args, policy, preprocess)
-    assert scores == [score for score, _ in expected] and len(set(scores)) > 1
-    lengths = [length for _, length in expected]
+    assert scores == expected and len(set(scores)) > 1
     assert batches == [sum(length > t for length in lengths) for t in range(max(lengths))]  # only games that go on
     assert torch.equal(torch.get_rng_state(), torch_state) and (np.random.get_state()[1] == numpy_state).all()
     assert policy.training

@@ -1,18 +1,21 @@
 """What only a GPU can show, skipped where there is none; and on a pretended one where the processor waits for it."""
 
 import copy
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, finished, in_background, run
+from conftest import MACHINE, PLAY, PRETRAINING, ROOT, SIZES, finished, in_background, run
 from test_resume import KILLER
 
 import spirl_rainbow as spirl
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-CUDA = [*SMALL[:-2], "--device", "cuda"]
+GPU = ["--device", "cuda"]
+PIXELS = [*PLAY[: -len(MACHINE)], "--threads", "1", *GPU]
+CUDA = SIZES + PRETRAINING + PIXELS
 
 
 @needs_gpu
@@ -27,11 +30,14 @@ def test_the_cache_equals_the_plain_map(trained_mae, random_play):
 
 
 @needs_gpu
-@pytest.mark.parametrize("script, flags", [
-    ("spirl_rainbow.py", [*CUDA, "--compile"]),
-    ("spirl_baselines.py", ["--method", "mae-all", *CUDA]),
-    ("spirl_baselines.py", CUDA[CUDA.index("--max-episode-frames") :]),
-])
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("spirl_rainbow.py", [*CUDA, "--compile"]),
+        ("spirl_baselines.py", ["--method", "mae-all", *CUDA]),
+        ("spirl_baselines.py", PIXELS),
+    ],
+)
 def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
     flags = [*flags, "--total-timesteps", "200", "--checkpoint-frequency", "20", "--run-name", "run"]
     command = [sys.executable, "-c", KILLER, "an update", "30", ROOT / script, *flags]
@@ -43,27 +49,23 @@ def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
 
 @needs_gpu
 def test_the_auto_encoder_alone(tmp_path):
-    flags = SMALL[: SMALL.index("--max-episode-frames")]
-    path, results = finished(tmp_path, "mae", *flags, "--device", "cuda", script="spirl_mae.py")
+    path, results = finished(tmp_path, "mae", *SIZES, *PRETRAINING, *GPU, script="spirl_mae.py")
     assert results["device"] == "cuda:0" and (path / "figures/mae_reconstruction.png").exists()
 
 
 @in_background
 def waits(folder):
-    """The script's lines at which a step waits for the GPU, and how often in each of steps 40 to 59, of SPIRL and of
+    """The script's lines at which a step waits for the GPU, and how often in each of steps 40 to 58, of SPIRL and of
     DE-Rainbow: {script: {line: {step: times}}}."""
-    found = {}
-    for script, flags in (("spirl_rainbow.py", CUDA), ("spirl_baselines.py", CUDA[CUDA.index("--max-episode-frames") :])):
-        command = [sys.executable, ROOT / "tests/pretend_gpu.py", ROOT / script, *flags, "--learning-starts", "25",
-                   "--total-timesteps", "60", "--eval-episodes", "1", "--max-episode-frames", "120"]
-        command += ["--mae-epochs", "1"] if script == "spirl_rainbow.py" else []
-        done = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
+    found = {"spirl_rainbow.py": {}, "spirl_baselines.py": {}}
+    short = "--learning-starts 25 --total-timesteps 60 --eval-episodes 1 --max-episode-frames 120".split()
+    for script, flags in (("spirl_rainbow.py", CUDA), ("spirl_baselines.py", PIXELS)):
+        command = [sys.executable, ROOT / "tests/product/pretend_gpu.py", ROOT / script, *flags, *short]
+        done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        found[script] = {}
-        for line in done.stdout.splitlines():
-            if line.startswith("wait\t") and line.split("\t")[1] in map(str, range(40, 59)):
-                _, step, times, place = line.split("\t")
-                found[script].setdefault(place.split(" ", 1)[1], {})[int(step)] = int(times)
+        for step, times, line in re.findall(r"^wait\t(\d+)\t(\d+)\t\S+ (.*)$", done.stdout, re.M):
+            if 40 <= int(step) < 59:
+                found[script].setdefault(line, {})[int(step)] = int(times)
     return found
 
 

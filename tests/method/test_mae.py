@@ -1,0 +1,284 @@
+"""The masked auto-encoder against the paper's tables and against loops written from its equations."""
+
+import argparse
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import spirl_rainbow as spirl
+
+
+def count(modules):
+    return sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
+
+
+def test_parameter_counts_are_those_of_table_4():
+    mae = spirl.MaskedAutoencoder()
+    assert count([mae.patch_embed, mae.blocks, mae.norm]) == 162_432
+    assert count([mae.decoder_embed, mae.decoder_blocks, mae.decoder_norm, mae.decoder_pred]) == 628_160
+    assert mae.cls_token.numel() == 64 and mae.mask_token.numel() == 128
+    assert count([mae]) == 790_784
+
+
+@pytest.mark.parametrize("network, layers", [(spirl.MaskedAutoencoder, 27), (spirl.SalientPatchTransformer, 5)])
+def test_a_network_begins_as_the_authors_does(network, layers):
+    """Xavier-uniform weights and zero biases; q, k and v are one layer of three times the outputs, so its bound is
+    smaller. Tokens are small, and a LayerNorm divides by no less than 0.001."""
+    torch.manual_seed(0)
+    modules = list(network().modules())
+    linear = [layer for layer in modules if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)]
+    assert len(linear) == layers
+    for layer in linear:
+        weight = layer.weight.flatten(1)  # (out, in); of the convolution (64, 3 * 8 * 8)
+        bound = math.sqrt(6 / sum(weight.shape))
+        assert 0.97 * bound < weight.abs().max() <= bound and not layer.bias.any(), layer
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), layer
+    norms = [layer for layer in modules if isinstance(layer, torch.nn.LayerNorm)]
+    assert len(norms) >= 2 and all(norm.eps == 1e-6 for norm in norms)
+    drawn = [p.flatten() for _ in range(30) for name, p in network().named_parameters() if "token" in name]
+    assert torch.cat(drawn).std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def facebook_state_dict():
+    """Random weights under the names and shapes that facebookresearch/mae's models_mae.py gives them."""
+    shapes = {"cls_token": (1, 1, 64), "mask_token": (1, 1, 128)}
+    shapes |= {"pos_embed": (1, 145, 64), "decoder_pos_embed": (1, 145, 128)}
+    layers = {"patch_embed.proj": (64, 3, 8, 8), "decoder_embed": (128, 64), "decoder_pred": (192, 128)}
+    layers |= {"norm": (64,), "decoder_norm": (128,)}
+    for blocks, D in (("blocks", 64), ("decoder_blocks", 128)):
+        for block in (f"{blocks}.{i}" for i in range(3)):
+            layers |= {f"{block}.attn.qkv": (3 * D, D), f"{block}.attn.proj": (D, D)}
+            layers |= {f"{block}.mlp.fc1": (4 * D, D), f"{block}.mlp.fc2": (D, 4 * D)}
+            layers |= {f"{block}.norm1": (D,), f"{block}.norm2": (D,)}
+    for name, shape in layers.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_a_facebookresearch_checkpoint_loads(tmp_path):
+    state = facebook_state_dict()
+    torch.save({"model": state, "optimizer": {}, "epoch": 1, "args": argparse.Namespace(lr=1.0)}, tmp_path / "mae.pt")
+    mae = spirl.MaskedAutoencoder()
+    assert spirl.load_mae(tmp_path / "mae.pt", mae, spirl.Args()) == {}
+    loaded = mae.state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_what_does_not_fit_is_refused_with_what_is_wanted(tmp_path):
+    mae = spirl.MaskedAutoencoder(image_size=24, encoder_depth=1, decoder_depth=1)
+    frames = torch.zeros(2, 24, 24, 3, dtype=torch.uint8)
+    others = {
+        "channels first": frames.permute(0, 3, 1, 2),
+        "in [0, 1] already": frames / 255,
+        "another size": frames[:, :16],
+        "no batch": frames[0],
+    }
+    for other in others.values():
+        with pytest.raises(ValueError, match=r"must be torch.uint8 of shape \(B, 24, 24, 3\)"):
+            mae(other)
+    with pytest.raises(ValueError, match="image_size is 225; it must be a multiple of patch_size, 8"):
+        spirl.MaskedAutoencoder(image_size=225)
+    with pytest.raises(ValueError, match=r"there are 2 frames; a batch \(mae_batch_size\) needs 64"):
+        spirl.pretrain_mae(spirl.Args(), mae, frames, frames, tmp_path)
+
+
+def test_grey_images_and_many_small_patches():
+    mae = spirl.MaskedAutoencoder(image_size=80, patch_size=2, encoder_depth=1, decoder_depth=1, channels=1)
+    loss, prediction, _ = mae(torch.randint(256, (1, 80, 80, 1), dtype=torch.uint8), 0.9)
+    assert prediction.shape == (1, 1600, 4) and loss.isfinite()
+    mae = spirl.MaskedAutoencoder(image_size=300, patch_size=1, encoder_depth=1, decoder_depth=1)
+    hashes = spirl.ErrorMapCache(mae).hashes(torch.zeros(1, 300, 300, 3, dtype=torch.uint8))
+    assert len(set(hashes)) == 90_000  # a place is part of the key, more than 255 a side too
+
+
+@torch.no_grad()
+def layer_norm(x, module):
+    mean = sum(x) / len(x)
+    variance = sum((value - mean) ** 2 for value in x) / len(x)
+    scale = math.sqrt(variance + 1e-6)
+    return [(value - mean) / scale * float(w) + float(b) for value, w, b in zip(x, module.weight, module.bias)]
+
+
+@torch.no_grad()
+def linear(x, module):
+    return [sum(float(w) * value for w, value in zip(row, x)) + float(b) for row, b in zip(module.weight, module.bias)]
+
+
+def plus(x, y):
+    return [a + b for a, b in zip(x, y, strict=True)]
+
+
+def oracle_block(X, block, heads):
+    """One Transformer layer as the paper's Background writes it: lists of lists, loops, no tensors."""
+    dim = len(X[0])
+    d = dim // heads
+    projected = [linear(layer_norm(x, block.norm1), block.attn.qkv) for x in X]
+    Z = []
+    for i, x in enumerate(X):
+        concatenated = []
+        for head in range(heads):
+            at = slice(head * d, head * d + d)
+            q = projected[i][:dim][at]
+            K = [p[dim : 2 * dim][at] for p in projected]
+            V = [p[2 * dim :][at] for p in projected]
+            scores = [math.exp(sum(a * b for a, b in zip(q, k)) / math.sqrt(d)) for k in K]
+            concatenated += [sum(s * v[c] for s, v in zip(scores, V)) / sum(scores) for c in range(d)]
+        x = plus(x, linear(concatenated, block.attn.proj))
+        hidden = [h * 0.5 * (1 + math.erf(h / math.sqrt(2))) for h in linear(layer_norm(x, block.norm2), block.mlp.fc1)]
+        Z.append(plus(x, linear(hidden, block.mlp.fc2)))
+    return Z
+
+
+def test_a_token_that_is_not_present_is_as_good_as_absent():
+    torch.manual_seed(0)
+    block = spirl.Block(8, 2)
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    X = torch.randn(5, 8)
+    present = torch.tensor([True, True, False, True, False])  # the first, [cls], always is
+    expected = torch.tensor(oracle_block(X[present].tolist(), block, 2))
+    with torch.no_grad():
+        torch.testing.assert_close(block(X[None], present[None, 1:])[0, present], expected, rtol=1e-4, atol=1e-4)
+
+
+def oracle_position(dim, place, side):
+    """Sines and cosines of a patch's column, then of its row."""
+    position = []
+    for at in (place % side, place // side):
+        angles = [at / 10000 ** (k / (dim / 4)) for k in range(dim // 4)]
+        position += [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
+    return position
+
+
+@torch.no_grad()
+def oracle_mae(mae, frame, kept, heads):
+    """The decoder's patches, (N, C), of one frame (H, W, 3) of which the encoder sees the patches `kept`: loops."""
+    side, p = mae.side, mae.patch_size
+    kernel, bias = mae.patch_embed.proj.weight, mae.patch_embed.proj.bias
+    X = [mae.cls_token.flatten().tolist()]  # [cls] has no position
+    for place in kept:
+        square = frame[place // side * p :, place % side * p :][:p, :p].double() / 255
+        embedded = [float((filter.permute(1, 2, 0) * square).sum() + b) for filter, b in zip(kernel, bias)]
+        X.append(plus(embedded, oracle_position(len(bias), place, side)))
+    for block in mae.blocks:
+        X = oracle_block(X, block, heads)
+    cls, *seen = [linear(layer_norm(x, mae.norm), mae.decoder_embed) for x in X]
+    Z = [cls]
+    for n in range(side * side):
+        token = seen[kept.index(n)] if n in kept else mae.mask_token.flatten().tolist()
+        Z.append(plus(token, oracle_position(len(token), n, side)))
+    for block in mae.decoder_blocks:
+        Z = oracle_block(Z, block, heads)
+    return torch.tensor([linear(layer_norm(z, mae.decoder_norm), mae.decoder_pred) for z in Z[1:]])
+
+
+def test_the_whole_auto_encoder_and_its_loss_against_loops():
+    torch.manual_seed(0)
+    mae = spirl.MaskedAutoencoder(
+        12, 4, 8, encoder_depth=2, encoder_heads=2, decoder_dim=12, decoder_depth=2, decoder_heads=2
+    )
+    with torch.no_grad():
+        for p in mae.parameters():  # larger than at the start, biases and LayerNorms too
+            p.add_(torch.randn_like(p) * 0.3)
+    frames = torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8)
+    loss, prediction, mask = mae(frames, 0.6, torch.Generator().manual_seed(1))
+    assert (mask == 0).sum(1).tolist() == [3, 3]  # int(9 * 0.4) are seen
+    squared_errors = []
+    for frame, got, removed in zip(frames, prediction, mask):
+        kept = (removed == 0).nonzero()[:, 0].tolist()
+        expected = oracle_mae(mae, frame, kept, 2)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        for n in range(9):  # Eq. (1), over all patches
+            patch = frame[n // 3 * 4 :, n % 3 * 4 :][:4, :4].flatten().tolist()
+            mean = sum(patch) / 48
+            deviation = math.sqrt(sum((value - mean) ** 2 for value in patch) / 47)  # Eq. (2)
+            for value, guess in zip(patch, expected[n].tolist()):
+                squared_errors.append(((value - mean) / deviation - guess) ** 2)
+    assert loss.item() == pytest.approx(sum(squared_errors) / len(squared_errors), rel=1e-4)
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero():
+    rates = [spirl.warmup_cosine(step, 1000, 2.0) for step in range(1001)]
+    assert rates[0] == 0 and rates[50] == pytest.approx(1.0) and rates[100] == 2.0 == max(rates)
+    assert rates[550] == pytest.approx(1.0) and rates[1000] == pytest.approx(0.0)  # half a cosine
+
+
+def small_mae(seed=0):
+    torch.manual_seed(seed)
+    return spirl.MaskedAutoencoder(encoder_depth=1, decoder_depth=1)
+
+
+@pytest.fixture
+def frames(random_play):
+    """100 real frames, 25 of each game."""
+    return torch.from_numpy(np.concatenate([play[::16] for play in random_play.values()]))
+
+
+def test_pretraining_is_that_of_table_5_with_a_mask_ratio_that_varies(frames, monkeypatch, tmp_path):
+    made, ratios = [], []
+
+    class Recorder(torch.optim.AdamW):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Recorder)
+    mae, args = small_mae(), spirl.Args(mae_epochs=16, mae_batch_size=8, mae_mask_ratio=0.7, mae_mask_spread=0.25)
+    args.mae_learning_rate, args.mae_weight_decay = 0.03, 0.07
+    mae.register_forward_pre_hook(lambda module, inputs: ratios.append(inputs[1]))
+    held_out = frames[1::2]
+    losses = spirl.pretrain_mae(args, mae, frames[::2], held_out, tmp_path)
+    names = {id(p): name for name, p in mae.named_parameters()}
+    decay = {names[id(p)]: group["weight_decay"] for group in made[0].param_groups for p in group["params"]}
+    assert decay == {name: 0.0 if "norm" in name or name.endswith("bias") else 0.07 for name in names.values()}
+    assert all(group["betas"] == (0.9, 0.95) for group in made[0].param_groups)
+    # 6 batches an epoch; the last of 96 steps, after 9.6 of warm-up, of lr = base lr * batch / 256
+    last = 0.03 * 8 / 256 * 0.5 * (1 + math.cos(math.pi * (95 - 9.6) / (96 - 9.6)))
+    assert all(group["lr"] == pytest.approx(last) for group in made[0].param_groups)
+    held_out_ratios, drawn = ratios[6::7], np.delete(ratios, slice(6, None, 7))
+    assert held_out_ratios == [0.7] * 16 and len(drawn) == len(set(drawn)) == 96
+    histogram, _ = np.histogram(drawn, 5, (0.45, 0.95))
+    assert histogram.sum() == 96 and histogram.min() > 8  # 19 each, but for chance
+    # At first it is no better than each patch's mean, which is zero after Eq. (2).
+    zero = spirl.normalize_patches(mae.patchify(held_out)).square().mean().item()
+    assert len(losses["loss"]) == 96 and losses["loss"][0] > 0.9 and losses["held_out_loss"][-1] < zero
+
+
+def test_pretraining_stops_at_what_is_not_finite(frames, tmp_path):
+    mae = small_mae()
+    with torch.no_grad():
+        mae.decoder_pred.weight.fill_(3e19)  # the loss is finite, its gradient overflows
+    before = {name: value.clone() for name, value in mae.state_dict().items()}
+    with pytest.raises(RuntimeError, match="non-finite"):
+        spirl.pretrain_mae(spirl.Args(), mae, frames, frames, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in mae.state_dict().items())
+
+
+def test_pretraining_goes_on_from_its_checkpoint(frames, tmp_path, monkeypatch):
+    """Stopped in its third epoch, it ends with the same weights and losses, bit for bit, as if it had not been."""
+    args = spirl.Args(mae_epochs=4, mae_batch_size=32, mae_mask_spread=0.2)
+
+    def train(seed, folder, resume=False):
+        mae = small_mae(seed)
+        return spirl.pretrain_mae(args, mae, frames, frames[:16], folder, resume), mae.state_dict()
+
+    losses, weights = train(0, tmp_path / "whole")
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def stop(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return clip(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(0, tmp_path / "stopped")
+    again, others = train(1, tmp_path / "stopped", resume=True)
+    assert again == losses and len(losses["loss"]) == 12 and len(calls) == 8 + 6
+    assert all(torch.equal(others[name], weights[name]) for name in weights)
+    anew, _ = train(2, tmp_path / "stopped")  # unless it is asked to continue it begins, whatever the folder holds
+    assert len(calls) == 8 + 6 + 12 and anew["loss"][0] != losses["loss"][0]

@@ -1,0 +1,116 @@
+"""DE-Rainbow, DE-Rainbow-P and MAE-All: their inputs, their networks, and whole runs beside SPIRL's."""
+
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import PLAY, SMALL, finished, in_background, run_here, scalars
+
+import spirl_baselines as baselines
+import spirl_rainbow as spirl
+
+
+def oracle_convolution(image, layer, padding):
+    """A 5x5 convolution with stride 5, zeros around the image, and ReLU of (C, H, W), one output at a time."""
+    weight, bias = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+    image = np.pad(image, ((0, 0), (padding, padding), (padding, padding)))
+    side = (image.shape[1] - 5) // 5 + 1
+    out = np.zeros((len(weight), side, side))
+    for channel in range(len(weight)):
+        for row in range(side):
+            for column in range(side):
+                window = image[:, 5 * row : 5 * row + 5, 5 * column : 5 * column + 5]
+                out[channel, row, column] = max(0.0, (window * weight[channel]).sum() + bias[channel])
+    return out
+
+
+def test_the_cnn_against_loops():
+    torch.manual_seed(0)
+    cnn = baselines.DataEfficientCNN()
+    frames = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    counts = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])  # the second stack is two frames into a life
+    with torch.no_grad():
+        features = cnn(frames, counts)
+    for stack, count, got in zip(frames.numpy(), counts.numpy(), features):
+        first = oracle_convolution(stack / 255.0 * count[:, None, None], cnn.conv1, 3)
+        second = oracle_convolution(first, cnn.conv2, 1)
+        assert first.shape == (32, 18, 18) and second.shape == (64, 4, 4)
+        np.testing.assert_allclose(second.ravel(), got, rtol=1e-4, atol=1e-6)
+
+
+def test_the_grey_frames_are_of_the_same_games():
+    """Pixel by pixel the luminance of the colours that SPIRL sees, at another size."""
+    envs = baselines.make_envs(baselines.Args(), 1), spirl.make_envs(spirl.Args(image_size=84, patch_size=7), 1)
+    grey, rgb = (env.reset(seed=spirl.game_seeds(1, spirl.PLAY, 0))[0] for env in envs)
+    pixels, counts = baselines.prepare_pixels("cpu", grey[:, 0])
+    assert pixels.shape == (1, 84, 84) and pixels.dtype == torch.uint8 and counts.tolist() == [1]
+    assert (pixels.numpy() == grey[:, 0]).all()
+    apart, before_and_after = [], []  # largest differences, of 255
+    for step in range(60):
+        luminance = rgb[0, 0] @ np.array([0.2989, 0.587, 0.114])
+        apart.append(np.abs(luminance - grey[0, 0]).max())
+        grey, rgb = (env.step(np.array([step % 18]))[0] for env in envs)
+        before_and_after.append(np.abs(luminance - grey[0, 0]).max())
+    assert np.median(apart) < 1.5 and max(apart) < 15  # rounding; the brighter of two colours is not that of two greys
+    assert np.median(before_and_after) > 30  # what a frame too many or too few would do
+
+
+def test_mae_all_sees_all_embeddings_in_order(trained_mae, random_play):
+    frames = random_play["ALE/Seaquest-v5"][100:103]
+    embeddings, counts = baselines.embed_all_patches(trained_mae, frames)
+    assert embeddings.dtype == torch.float16 and counts.tolist() == [144] * 3
+    latent = trained_mae.encode(trained_mae.patchify(torch.from_numpy(frames)), torch.arange(144).expand(3, -1))
+    expected = latent[:, 1:] + trained_mae.pos_embed[:, 1:]  # row 0 of both is [cls]
+    torch.testing.assert_close(embeddings.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@in_background
+def each_method(folder):
+    """Frostbite in the 100K setting's regime, MsPacman in the 400K setting's, both in small."""
+    in_400k = ["--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "95"]
+    flags = {
+        "de-rainbow": [*PLAY, "--capture-video"],
+        "de-rainbow-p": [*PLAY, "--mae-frames", "150", *in_400k],
+        "mae-all": [*SMALL, "--capture-video"],
+    }
+    return {method: finished(folder, method, *flags[method], "--total-timesteps", "160", "--method", method,
+                             script="spirl_baselines.py") for method in flags}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "method, steps, updates, protocol, evaluated, left",
+    [
+        ("de-rainbow", 160, 40, "mean of the final weights", [160], {"videos/policy.gif"}),
+        ("de-rainbow-p", 190, 10, "best median", [95, 190], set()),  # 30 more random steps
+        ("mae-all", 160, 40, "mean of the final weights", [160],
+         {"videos/policy.gif", "mae.pt", "figures/policy_attention.png"}),
+    ],
+)  # fmt: skip
+def test_each_method_from_the_shell(each_method, method, steps, updates, protocol, evaluated, left):
+    path, results = each_method[method]
+    assert results["method"] == method and (results["steps"], results["updates"]) == (steps, updates)
+    assert results["protocol"].startswith(protocol)
+    assert [evaluation["step"] for evaluation in results["evaluations"]] == evaluated
+    assert len(results["scores"]) == 3 and results["mean"] == pytest.approx(np.mean(results["scores"]))
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if "." in file.name}
+    assert {name for name in names if "tfevents" not in name} == {"args.json", "agent.pt", "results.json"} | left
+    assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
+    assert scalars(path).keys() >= {"charts/episodic_return", "charts/SPS", "eval/mean"}
+    agent = torch.load(path / "agent.pt", weights_only=True)
+    assert ("trunk.conv1.weight" in agent["model"]) == (method != "mae-all")
+
+
+@pytest.mark.parametrize("game, random_steps, total", [("Frostbite", 5_000, 103_400), ("Seaquest", 50_000, 148_400)])
+def test_de_rainbow_p_has_the_steps_of_table_12(tmp_path, monkeypatch, game, random_steps, total):
+    def no_game(*args, **kwargs):
+        raise InterruptedError
+
+    monkeypatch.setattr(gym, "make_vec", no_game)  # to stop the run where it would begin to play
+    flags = ["--method", "de-rainbow-p", "--env-id", f"ALE/{game}-v5", "--run-name", "p"]
+    with pytest.raises(InterruptedError):
+        run_here(tmp_path, monkeypatch, *flags, script="spirl_baselines.py")
+    args = json.loads((tmp_path / "runs/p/args.json").read_text())
+    assert args["learning_starts"] == random_steps and args["total_timesteps"] == total
+    assert args["buffer_size"] == 100_000

@@ -1,0 +1,236 @@
+"""spirl_rainbow.py, as a user runs it, on tiny budgets of real games."""
+
+import json
+import platform
+import subprocess
+import sys
+from copy import deepcopy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import LOADED, ROOT, SMALL, finished, in_background, run_here, scalars
+
+import spirl_rainbow as spirl
+
+
+def files(path):
+    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    return {name for name in found if "tfevents" not in name}
+
+
+LEFT = {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png", "videos/policy.gif"}
+
+
+@in_background
+def small_run(folder):
+    """The 100K setting in small, with evaluation at the end, on Frostbite."""
+    return finished(folder, "first", *SMALL, "--total-timesteps", "240", "--capture-video")
+
+
+def test_a_run_leaves_what_the_readme_says(small_run):
+    path, results = small_run
+    assert files(path) == LEFT and (path / "videos/policy.gif").read_bytes()[:6] == b"GIF89a"
+    assert json.loads((path / "args.json").read_text())["total_timesteps"] == 240
+    assert results["steps"] == 240 and results["updates"] == 120 and results["seed"] == 1
+    assert results["env_id"] == "ALE/Frostbite-v5" and results["method"] == "spirl"
+    scores = results["scores"]
+    assert len(scores) == 3 and [(e["step"], e["scores"]) for e in results["evaluations"]] == [(240, scores)]
+    statistics = (np.mean(scores), np.median(scores), np.std(scores, ddof=1))
+    assert (results["mean"], results["median"], results["std"]) == pytest.approx(statistics)
+    assert results["protocol"].startswith("mean of the final weights")
+    assert results["max_patches"] == 12  # int(36 * 35 %)
+    mae, agent = (torch.load(path / name, weights_only=True) for name in ("mae.pt", "agent.pt"))
+    assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
+    assert agent["step"] == 240 and agent["model"]["support"].shape == (51,)
+
+    curves = scalars(path)
+    charts, losses = ("episodic_return", "K", "SPS"), ("loss", "grad_norm", "q_values")
+    expected = {f"charts/{name}" for name in charts} | {f"losses/{name}" for name in losses}
+    assert curves.keys() == expected | {"eval/mean", "eval/median"}
+    assert [step for step, _ in curves["charts/SPS"]] == [99, 199]
+    assert curves["charts/episodic_return"] == [tuple(pair) for pair in results["training_scores"]]
+    assert [step for step, _ in scalars(path / "mae")["mae/loss"]] == [0, 1]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs Linux's C library")
+def test_freed_memory_is_kept():
+    """Pieces of 31 MB come from the heap, not from places apart, and it stays as long as it was when they are freed."""
+    code = """
+import torch, spirl_rainbow as spirl
+
+def heap():
+    line = next(line for line in open("/proc/self/maps") if "[heap]" in line)
+    return range(*(int(end, 16) for end in line.split()[0].split("-")))
+
+spirl.keep_freed_memory()
+pieces = [torch.ones(31 * 2**18) for _ in range(10)]
+inside, length = [piece.data_ptr() in heap() for piece in pieces], len(heap())
+del pieces
+assert all(inside) and len(heap()) == length, (inside, length, len(heap()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_trained_agent_is_watched_and_nothing_is_learned(tmp_path, small_run, monkeypatch):
+    path, results = small_run
+    flags = [*LOADED, "--mae-checkpoint", path / "mae.pt", "--agent-checkpoint", path / "agent.pt", "--capture-video"]
+    flags += ["--eval-frequency", 50]  # which is of training: there is one evaluation
+    end = run_here(tmp_path, monkeypatch, *flags, "--run-name", "watched")
+    watched = tmp_path / "runs/watched"
+    again = json.loads((watched / "results.json").read_text())
+    assert again["scores"] == results["scores"] and again["steps"] == 240 and again["updates"] == 0
+    assert len(again["evaluations"]) == 1 and end["max_patches"] == results["max_patches"]
+    agent, copy = (torch.load(folder / "agent.pt", weights_only=True) for folder in (path, watched))
+    assert all(torch.equal(value, agent["model"][name]) for name, value in end["online"].state_dict().items())
+    assert copy["args"] == agent["args"] and files(watched) == LEFT  # how it was trained, not how it is watched
+
+
+def oracle_run(args, mae, max_patches):
+    """A whole run in its order, without checkpoints, logs and pictures: act, step, store, learn, copy. Returns what it
+    ends with, the (step, raw score) of each game, and its evaluations, each with the weights of then.
+
+    A life loss ends the return and starts a stack, but the game goes on, until it says that it is over or its frames
+    are counted out; a cut-off game's last frame has a slot without an action, but where a life is lost just there; the
+    step of the automatic reset is neither played nor counted; rewards are clipped. Evaluations have a network and a
+    cache of errors of their own: they change nothing in training.
+    """
+    envs = spirl.make_envs(args, 1)
+    num_actions = envs.single_action_space.n
+    torch.manual_seed(args.seed)
+    trunk = spirl.SalientPatchTransformer(padding=args.padding, pooling=args.pooling)
+    online = spirl.RainbowNetwork(trunk, 4 * 32, num_actions)
+    target = deepcopy(online)
+    optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
+    replay = spirl.Replay(args.buffer_size, (max_patches, 64), torch.float16, "cpu")
+    random_actions = np.random.default_rng([args.seed, spirl.ACT]).integers(num_actions, size=args.learning_starts)
+    generator = torch.Generator().manual_seed(spirl.game_seeds(args.seed, spirl.LEARN).item())
+    online.resample_noise(generator)
+    errors = spirl.ErrorMapCache(mae)
+
+    def store(starts):
+        patches, count = spirl.embed_salient_patches(mae, errors, max_patches, 0.5, observation[0])
+        replay.append(patches, count, starts)
+
+    updates, scores, evaluations, score, length = 0, [], [], 0.0, 0
+    observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
+    store(starts=True)
+    for step in range(args.total_timesteps):
+        if step < args.learning_starts:
+            action = random_actions[step]
+        else:  # the best action under the noise that the last update drew
+            with torch.no_grad():
+                action = online.q_values(*replay.stacks(torch.tensor([replay.slot]))).argmax().item()
+        lives = info["lives"][0]
+        observation, reward, terminated, _, info = envs.step(np.array([action]))
+        score, length = score + float(reward[0]), length + 1
+        life_lost = bool(terminated[0] or info["lives"][0] < lives)
+        game_over = bool(terminated[0] or 4 * length >= args.max_episode_frames)
+        replay.complete(action, min(float(reward[0]), 1.0), life_lost)
+        if game_over and not life_lost:
+            store(starts=False)
+            replay.truncate()
+        if game_over:
+            scores.append((step, score))
+            score, length = 0.0, 0
+            observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, len(scores)))
+        store(starts=life_lost or game_over)
+        if step >= args.learning_starts and step % args.train_frequency == 0:
+            beta = 0.4 + 0.6 * (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+            spirl.learn(args, online, target, optimizer, replay, beta, generator)
+            updates += 1
+            if updates % args.target_update_frequency == 0:
+                target.load_state_dict(online.state_dict())
+        if (step + 1) % (args.eval_frequency or args.total_timesteps) == 0:
+            cache = spirl.ErrorMapCache(mae)
+            cache.errors.update(errors.errors)
+            see = partial(spirl.embed_salient_patches, mae, cache, max_patches, 0.5)
+            evaluations.append(
+                (step + 1, spirl.evaluate(args, deepcopy(online), see)[0], deepcopy(online.state_dict()))
+            )
+    return {"online": online, "target": target, "replay": replay, "error_map": errors}, scores, evaluations
+
+
+LEARNING = {"total_timesteps": 200, "train_frequency": 4, "eval_frequency": 40, "target_update_frequency": 7}
+LEARNING |= {"max_episode_frames": 240, "eval_episodes": 2, "eval_epsilon": 0.5, "learning_rate": 0.01}
+
+
+def playing(game, max_episode_frames, steps):
+    """Random steps, and one that learns."""
+    changes = {"env_id": f"ALE/{game}-v5", "image_size": 32, "max_episode_frames": max_episode_frames}
+    changes |= {"learning_starts": steps, "total_timesteps": steps + 1, "buffer_size": 800}
+    return changes | {"max_ratio": 0.3, "eval_episodes": 1}
+
+
+@pytest.mark.parametrize(
+    "changes, lives_lost, cut_off",
+    [
+        (LEARNING, 0, True),
+        (LEARNING | {"padding": "token", "pooling": "mean"}, 0, True),
+        (LEARNING | {"padding": "mask"}, 0, True),
+        (playing("MsPacman", 3000, 700), 3, False),
+        (playing("MsPacman", 900, 680), 3, True),
+        (playing("MsPacman", 708, 300), 1, False),  # a life is lost in the very step that is cut off
+        (playing("Frogger", 3000, 400), 3, False),  # plays on after its last life
+    ],
+)
+def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, changes, lives_lost, cut_off):
+    flags = [part for name, value in changes.items() for part in (f"--{name.replace('_', '-')}", value)]
+    end = run_here(tmp_path, monkeypatch, *SMALL, *flags, "--run-name", "run")
+    args = spirl.Args(**{"image_size": 48, "learning_starts": 120, "buffer_size": 150} | changes)
+    expected, games, evaluations = oracle_run(args, end["mae"], end["max_patches"])
+    for name in ("online", "target"):
+        weights = end[name].state_dict()
+        assert all(torch.equal(weights[key], value) for key, value in expected[name].state_dict().items()), name
+    replay = end["replay"]
+    for name, value in vars(expected["replay"]).items():
+        kept = getattr(replay, name)
+        assert torch.equal(kept, value) if torch.is_tensor(value) else kept == value, name
+    assert end["error_map"].errors == expected["error_map"].errors  # nothing that evaluation saw
+    assert end["run"].training_scores == games and len(games) >= 1
+    # What this case is for has happened.
+    slots = torch.arange(len(replay.actions)) != replay.slot
+    assert ((replay.actions[slots] < 0) & (replay.life_ids[slots] >= 0)).any() == cut_off
+    assert replay.ended.sum() >= lives_lost and (args.learning_rate == 0.01 or replay.rewards.max() == 1)
+
+    # The report is about the weights that had the largest median, as they were then.
+    results = json.loads((tmp_path / "runs/run/results.json").read_text())
+    assert [(e["step"], e["scores"]) for e in results["evaluations"]] == [each[:2] for each in evaluations]
+    medians = [np.median(scores) for _, scores, _ in evaluations]
+    step, scores, weights = evaluations[int(np.argmax(medians))]  # the first of equals
+    agent = torch.load(tmp_path / "runs/run/agent.pt", weights_only=True)
+    assert agent["step"] == step and all(torch.equal(agent["model"][name], weights[name]) for name in weights)
+    assert results["scores"] == scores and results["median"] == max(medians)
+    assert results["protocol"].startswith("best median" if args.eval_frequency else "mean of the final weights")
+
+
+def test_the_agent_sees_the_salient_patches_alone(trained_mae, random_play):
+    frames = torch.from_numpy(random_play["ALE/Frostbite-v5"][:400:80])
+    errors = spirl.ErrorMapCache(trained_mae)
+    for slope in (0.5, None):
+        embeddings, count = spirl.embed_salient_patches(trained_mae, errors, 50, slope, frames.numpy())
+        patch_ids, expected = spirl.select_salient_patches(errors(frames), 50, slope)
+        assert embeddings.dtype == torch.float16 and torch.equal(count, expected)
+        assert torch.equal(embeddings, spirl.encode_patches(trained_mae, frames, patch_ids, count).half())
+
+
+def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatch):
+    flags = [*SMALL, "--env-id", "ALE/Pong-v5", "--total-timesteps", 130, "--selection", "fixed", "--eval-episodes", 1]
+    end = run_here(tmp_path, monkeypatch, *flags, "--run-name", "pong")
+    counted = torch.load(tmp_path / "runs/pong/mae.pt", weights_only=True)["salient_counts"]
+    assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 64
+    assert end["max_patches"] == spirl.ratio_to_patches(spirl.ideal_max_ratio(counted["counts"], 36), 36)
+    assert set(end["replay"].counts[:130].tolist()) == {end["max_patches"]}
+    assert end["run"].updates == 10
+
+
+def test_a_run_stops_at_what_is_not_finite_and_keeps_the_checkpoint_before(tmp_path, small_run, monkeypatch, capsys):
+    flags = [*LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--total-timesteps", 200, "--run-name", "diverged"]
+    with pytest.raises(RuntimeError, match="non-finite"):
+        run_here(tmp_path, monkeypatch, *flags, "--learning-rate", 2e9, "--checkpoint-frequency", 20)
+    assert "runs/diverged; if stopped: --resume runs/diverged\n" in capsys.readouterr().out
+    checkpoint = torch.load(tmp_path / "runs/diverged/checkpoint.pt", weights_only=True)
+    assert checkpoint["run"]["saved_step"] == 120  # after the last random step
+    assert all(value.isfinite().all() for value in checkpoint["online"].values())
