@@ -473,7 +473,8 @@ def reconstruction_error_map(mae, frames):
 
 
 class ErrorMapCache:
-    """`reconstruction_error_map` of a frozen MAE, fast: `cache(frames)` -> errors E (B, N), float32.
+    """`reconstruction_error_map` of spirl_mae.py, fast: `cache(frames)` -> E (B, N), float32, how badly a frozen MAE
+    rebuilds each patch of the frames from those around it.
 
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked

@@ -500,7 +500,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
 
 
 # ------------------------------------------------------------------------------------------------------ 4. Selection
-# The same text as in spirl_mae.py, but for `encode_patches` and `embed_salient_patches`.
+# The same text as in spirl_mae.py, which also has the error map's plain definition, slow and short; new here are
+# `encode_patches` and `embed_salient_patches`.
 
 
 def surrounding_patches(side):
@@ -514,31 +515,9 @@ def surrounding_patches(side):
     return surroundings
 
 
-@torch.no_grad()
-def rebuild_from_surroundings(mae, frames):
-    """Eq. (3): each patch of uint8 frames (B, H, W, 3) as rebuilt from those around it alone, (B, N, C)."""
-    patches = mae.patchify(frames)
-    rebuilt = torch.empty_like(patches)
-    for place, surroundings in enumerate(surrounding_patches(mae.side)):
-        ids = torch.tensor(surroundings, device=frames.device).expand(len(frames), -1)
-        visible = patches.take_along_dim(ids[..., None], 1)  # (B, 3 to 8, C)
-        rebuilt[:, place] = mae.decode(mae.encode(visible, ids), ids)[:, place]
-    return rebuilt
-
-
-def reconstruction_error_map(mae, frames):
-    """E (B, N), float32, of uint8 frames (B, H, W, 3): how badly each patch is rebuilt from its surroundings.
-
-    The mean squared difference from the patch's normalised pixels, which is what the MAE learned to rebuild (the
-    paper's formula compares with raw pixels and sums the colours). The plain definition, one pass of the whole MAE
-    per patch; `ErrorMapCache` gives the same values, up to rounding, far faster.
-    """
-    target = normalize_patches(mae.patchify(frames))  # Eq. (2)
-    return (rebuild_from_surroundings(mae, frames) - target).square().mean(2)
-
-
 class ErrorMapCache:
-    """`reconstruction_error_map` of a frozen MAE, fast: `cache(frames)` -> errors E (B, N), float32.
+    """`reconstruction_error_map` of spirl_mae.py, fast: `cache(frames)` -> E (B, N), float32, how badly a frozen MAE
+    rebuilds each patch of the frames from those around it.
 
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked

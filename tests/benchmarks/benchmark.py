@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import spirl_baselines as baselines  # noqa: E402
+import spirl_mae  # noqa: E402
 import spirl_rainbow as spirl  # noqa: E402
 
 GAMES = ("Frostbite", "Seaquest", "MsPacman", "BattleZone")
@@ -116,7 +117,7 @@ def error_map(args, device):
             if i % args.every:
                 continue
             start = time.perf_counter()
-            plain = spirl.reconstruction_error_map(mae, frame[None])
+            plain = spirl_mae.reconstruction_error_map(mae, frame[None])
             synchronize(device)
             if late:
                 plain_seconds.append(time.perf_counter() - start)
@@ -131,7 +132,7 @@ def error_map(args, device):
         rates.append(matrix_rate(device))
         plain, cached = 1000 * np.mean(plain_seconds), 1000 * np.mean(cached_seconds)
         eight = frames[:8]
-        batched = milliseconds(lambda: spirl.reconstruction_error_map(mae, eight), device, 3, 1) / 8  # noqa: B023
+        batched = milliseconds(lambda: spirl_mae.reconstruction_error_map(mae, eight), device, 3, 1) / 8  # noqa: B023
         sixths = ", ".join(f"{part.mean():.1f}" for part in np.array_split(np.array(misses), 6))
         print(f"| {game} | {plain:.0f} | {batched:.0f} | {cached:.1f} | {plain / cached:.1f} | {sixths} | "
               f"{largest:.1e} | {other_k} of {compared}, {int(near)} near-ties | "

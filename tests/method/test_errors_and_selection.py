@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import GAMES
 
+import spirl_mae
 import spirl_rainbow as spirl
 
 
@@ -37,7 +38,7 @@ def oracle_error_map(mae, frame):
 
 def check_error_maps(mae, frames):
     expected = torch.stack([oracle_error_map(mae, frame) for frame in frames])
-    plain, cached = spirl.reconstruction_error_map(mae, frames), spirl.ErrorMapCache(mae)(frames)
+    plain, cached = spirl_mae.reconstruction_error_map(mae, frames), spirl.ErrorMapCache(mae)(frames)
     torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cached, expected, rtol=1e-5, atol=1e-5)
 
@@ -59,7 +60,7 @@ def test_error_maps_against_loops_on_a_real_frame(trained_mae, random_play):
 def plain_maps(maes, random_play):
     """10 frames of each game, spread over the random play, and their plain error maps."""
     frames = {game: torch.from_numpy(random_play[game][7::40].copy()) for game in GAMES}
-    return {game: (frames[game], spirl.reconstruction_error_map(maes[game], frames[game])) for game in GAMES}
+    return {game: (frames[game], spirl_mae.reconstruction_error_map(maes[game], frames[game])) for game in GAMES}
 
 
 @pytest.mark.parametrize("game", GAMES)
