@@ -965,6 +965,7 @@ def evaluate(args, network, preprocess):
         scores[playing] += reward[playing]
         over = terminated | truncated
         progress.update(over[playing].sum())
+        progress.set_postfix(step=step, refresh=step % 100 == 0)
         playing = playing[~over[playing]]
         step += 1
     progress.close()
@@ -1016,7 +1017,7 @@ def draw_policy_attention(marked, side, path):
     for axis, step in zip(axes, steps):
         frame, selected, attended = marked[step]
         axis.imshow(mark_patches(frame, selected, attended, side))
-        axis.set_title(f"step {step}: {len(selected)} patches, {len(attended)} of them yellow")
+        axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
     figure.suptitle("Red and yellow: all that the agent sees. Yellow: the fewest with 60 % of its attention to them")
     with atomic(path) as temporary:
@@ -1032,6 +1033,7 @@ def save_video(marked, side, path):
     def show(step):
         image.set_data(mark_patches(*marked[step], side))
 
+    print(f"drawing {path}")
     video = FuncAnimation(figure, show, len(marked))
     with atomic(path) as temporary:
         video.save(temporary, writer=PillowWriter(fps=15))
@@ -1381,7 +1383,7 @@ if __name__ == "__main__":
         eval_steps = [run.saved_step]
     for eval_step in eval_steps[len(run.evaluations) :]:  # after a resume, those that are not done
         steps = range(run.saved_step, eval_step)
-        progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
+        progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step, disable=not steps)
         for step in progress:
             # Act.
             if step < args.learning_starts:
