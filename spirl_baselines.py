@@ -12,9 +12,8 @@ SPIRL's MAE has training frames. MAE-All sees the embeddings of all patches of a
     MAE-All, with a MAE that is here already:
         python spirl_baselines.py --method mae-all --mae-checkpoint tests/weights/Frostbite.pt
 
-New here, compared with spirl_rainbow.py: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`, the flag
-`--method`, and the branches on it in `make_envs`, `check_args` and main. Nothing here sets `padding`, `pooling` or
-`wanted`: they keep their defaults.
+New here, compared with spirl_rainbow.py: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`,
+`PatchTransformer`, the flag `--method`, and the branches on it in `make_envs`, `check_args` and main.
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 replay, 5 agent, 6 evaluation, 7 files and the command
 line, 8 main.
@@ -25,8 +24,6 @@ Shape letters, with their values at the paper's sizes:
     N     patches of a frame (144)
     C     values of a patch (192 = 8 x 8 x 3)
     V     visible patches, which the encoder is given (36 in pre-training, then all 144)
-    K     patches of a frame that were selected (all 144)
-    L     the same with padding (144)
     S     frames stacked (4)
     T     tokens
     D     width of a layer (encoder 64, decoder 128, agent 32)
@@ -68,7 +65,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.animation import PillowWriter
 from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -413,7 +410,7 @@ def warmup_cosine(step, steps, peak):
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
-    `held_out`. Returns {"loss": one value per step, "held_out_loss": one per epoch}.
+    `held_out`. Returns the latter, a list with one loss per epoch.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -431,15 +428,15 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
     num_batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
     steps = args.mae_epochs * num_batches
-    losses = {"loss": [], "held_out_loss": []}
+    held_out_losses = []
 
     path = folder / "checkpoint.pt"
     if resume and path.exists():
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        losses = checkpoint["losses"]
-    first_epoch = len(losses["held_out_loss"])
+        held_out_losses = checkpoint["held_out_losses"]
+    first_epoch = len(held_out_losses)
 
     writer = SummaryWriter(folder, purge_step=first_epoch * num_batches)  # drops what was logged after the checkpoint
     progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * num_batches)
@@ -459,44 +456,38 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
             nn.utils.clip_grad_norm_(parameters, math.inf, error_if_nonfinite=True)
             optimizer.step()
-            losses["loss"].append(loss.item())
             writer.add_scalar("mae/loss", loss, step)
             progress.update()
 
         with torch.no_grad():
             generator = torch.Generator(device).manual_seed(0)  # the same masks in each epoch
             held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, generator)
-        losses["held_out_loss"].append(held_out_loss.item())
+        held_out_losses.append(held_out_loss.item())
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss.item())
-        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        checkpoint = {
+            "model": mae.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "held_out_losses": held_out_losses,
+        }
         with atomic(path) as temporary:
-            torch.save(state, temporary)
+            torch.save(checkpoint, temporary)
     progress.close()
     writer.close()
-    return losses
+    return held_out_losses
 
 
 @torch.no_grad()
-def encode_patches(mae, frames, patch_ids, count):
-    """Embeddings (B, L, D) of the first count (B,) of patch_ids (B, L) in uint8 frames (B, H, W, 3); zeros elsewhere.
-    The encoder sees only [cls] and these. Then [cls] is dropped, and the positions are added again: they are the
-    agent's positional embedding (Table 13)."""
-    present = torch.arange(patch_ids.shape[1], device=frames.device) < count[:, None]  # (B, L)
-    patches = mae.patchify(frames).take_along_dim(patch_ids[..., None], 1)  # (B, L, C)
-    latent = mae.encode(patches, patch_ids, present)[:, 1:]
-    embeddings = latent + mae.pos_embed[0, 1:][patch_ids]
-    return embeddings * present[..., None]
-
-
 def embed_all_patches(mae, frames):
-    """What MAE-All sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16 and counts (B,),
-    all N, on the MAE's device."""
+    """What MAE-All sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16 on the MAE's
+    device, and counts (B,) as below. The encoder's [cls] is dropped, and the positions are added again: they are the
+    agent's positional embedding (Table 13)."""
     frames = torch.from_numpy(frames).to(mae.pos_embed.device)
-    count = torch.full((len(frames),), mae.num_patches, device=frames.device)
-    patch_ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)
-    return encode_patches(mae, frames, patch_ids, count).half(), count
+    ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)  # (B, N)
+    latent = mae.encode(mae.patchify(frames), ids)[:, 1:]
+    embeddings = latent + mae.pos_embed[:, 1:]
+    return embeddings.half(), torch.ones_like(ids[:, 0])
 
 
 def prepare_pixels(device, frames):
@@ -668,47 +659,29 @@ class DataEfficientCNN(nn.Module):
         return x.flatten(1)
 
 
-class SalientPatchTransformer(nn.Module):
-    """Pools each frame's patches into one vector o_t and concatenates the stack's: (B, S, L, D), (B, S) -> (B, S*dim).
+class PatchTransformer(nn.Module):
+    """MAE-All's trunk, `SalientPatchTransformer` of spirl_rainbow.py where no patch is padding: embeddings (B, S, N, D)
+    of the frames' patches and counts (B, S) -> (B, S*dim). Each frame gets a linear projection, then one Transformer
+    layer without residual connections over a trainable [cls] and the patches (Table 13); its vector o_t is the [cls]
+    row. A frame with count 0 is blank: zeros."""
 
-    Table 13: a linear projection, then one Transformer layer without residual connections over a trainable [cls] and
-    the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15). Rows past a
-    frame's count are padding: zeros (`padding="zero"`, Table 14) or a trainable [pad] ("token"), attended to and
-    averaged like patches; or masked out ("mask": before the softmax; the paper zeroes their weights after it)."""
-
-    def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
+    def __init__(self, embed_dim=64, dim=32, heads=8):
         super().__init__()
-        self.padding = padding
-        self.pooling = pooling
-        if padding == "token":
-            self.pad = nn.Parameter(torch.randn(embed_dim) * 0.02)
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
-        self.apply(initialize)  # zero biases: at first, zero padding is projected to zero
+        self.apply(initialize)
 
     def tokens(self, embeddings, counts):
-        """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
-        padding (B, S, L)."""
-        present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, S, L)
-        x = embeddings.float() * present[..., None]
-        if self.padding == "token":
-            x = x + self.pad * ~present[..., None]
-        x = self.project(x).flatten(0, 1)  # (B*S, L, dim)
+        """What the layer reads of each frame, [cls] and the N patches (B*S, 1+N, dim)."""
+        x = embeddings.float() * (counts > 0)[..., None, None]
+        x = self.project(x).flatten(0, 1)  # (B*S, N, dim)
         cls = self.cls_token.expand(len(x), -1, -1)
-        return torch.cat([cls, x], 1), present
+        return torch.cat([cls, x], 1)
 
     def forward(self, embeddings, counts):
-        x, present = self.tokens(embeddings, counts)
-        attendable = present.flatten(0, 1) if self.padding == "mask" else None
-        rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # the [cls] row, or the patch rows
-        z = self.block(x, attendable, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
-        if self.pooling == "cls":
-            return z.flatten(1)
-        if self.padding != "mask":
-            return z.mean(2).flatten(1)
-        total = (z * present[..., None]).sum(2)
-        return (total / counts.clamp(min=1)[..., None]).flatten(1)
+        z = self.block(self.tokens(embeddings, counts), rows=np.s_[:, :1])  # (B*S, 1, dim): the [cls] row alone
+        return z.unflatten(0, counts.shape).flatten(1)
 
 
 class RainbowNetwork(nn.Module):
@@ -842,24 +815,16 @@ def evaluate(args, network, preprocess):
 
 
 @torch.no_grad()
-def attended_patches(trunk, state, patch_ids):
-    """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
-    the attended ones: the fewest that together get at least 60 % of the attention that [cls] (in mean pooling, the
-    patch rows) pays to the selected patches, averaged over heads."""
-    x, _ = trunk.tokens(*state)
-    q, k, _ = trunk.block.queries_keys_values(x)
-    q, k = q[-1], k[-1]  # of the newest frame, (1+L, h, d)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
-    K = state[1][0, -1]
-    selected = patch_ids[0, :K]
-    if trunk.padding == "mask":  # padding neither attends nor is attended to
-        scores = scores[:, : 1 + K, : 1 + K]
-    weights = scores.softmax(2).mean(0)  # (1+L, 1+L), or (1+K, 1+K)
-    weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
-    attention = weights.mean(0)[1 : 1 + K].to(selected.device)  # (K,)
+def attended_patches(trunk, state):
+    """Fig. 6 for the newest frame of a state (batch 1): the ids of the attended patches, the fewest that together get
+    at least 60 % of the attention that [cls] pays to the patches, averaged over heads."""
+    q, k, _ = trunk.block.queries_keys_values(trunk.tokens(*state))
+    q, k = q[-1, 0], k[-1]  # of the newest frame: (h, d) of [cls], (1+N, h, d)
+    scores = torch.einsum("hd,khd->hk", q, k) / q.shape[1] ** 0.5  # (h, 1+N)
+    attention = scores.softmax(1).mean(0)[1:]  # (N,)
     attention, order = attention.sort(descending=True)
     num_attended = (attention.cumsum(0) < 0.6 * attention.sum()).sum() + 1
-    return selected.tolist(), selected[order[:num_attended]].tolist()
+    return order[:num_attended].tolist()
 
 
 def mark_patches(frame, selected, attended, side):
@@ -896,14 +861,12 @@ def save_video(marked, side, path):
     first = mark_patches(*marked[0], side)
     figure = Figure(figsize=[len(first) / 100] * 2)  # at 100 dots an inch, pixel by pixel
     image = figure.figimage(first)
-
-    def show(step):
-        image.set_data(mark_patches(*marked[step], side))
-
     print(f"drawing {path}")
-    video = FuncAnimation(figure, show, len(marked))
-    with atomic(path) as temporary:
-        video.save(temporary, writer=PillowWriter(fps=15))
+    writer = PillowWriter(fps=15)
+    with atomic(path) as temporary, writer.saving(figure, temporary, dpi=100):
+        for step in marked:
+            image.set_data(mark_patches(*step, side))
+            writer.grab_frame()
 
 
 # ---------------------------------------------------------------------------------------- 7. Files and the command line
@@ -1180,7 +1143,7 @@ if __name__ == "__main__":
     num_actions = envs.single_action_space.n
     if args.method == "mae-all":
         preprocess = partial(embed_all_patches, mae)
-        trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads)
+        trunk = PatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads)
         trunk_dim = args.frame_stack * args.agent_dim
         frame_shape = (mae.num_patches, args.encoder_dim)
         dtype = torch.float16
@@ -1320,8 +1283,7 @@ if __name__ == "__main__":
                 torch.save(agent, path)
             if args.method == "mae-all":
                 side = mae.side
-                patch_ids = torch.arange(mae.num_patches, device=device)[None]
-                marked = [(frame, *attended_patches(trunk, state, patch_ids)) for frame, state in recording]
+                marked = [(frame, range(mae.num_patches), attended_patches(trunk, state)) for frame, state in recording]
                 draw_policy_attention(marked, side, run_dir / "figures/policy_attention.png")
             elif args.capture_video:  # grey as RGB; no patches are marked, so the whole frame counts as one
                 side = 1

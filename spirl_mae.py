@@ -30,7 +30,6 @@ Shape letters, with their values at the paper's sizes:
 """
 
 import argparse
-import ctypes
 import difflib
 import json
 import math
@@ -372,7 +371,7 @@ def warmup_cosine(step, steps, peak):
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
-    `held_out`. Returns {"loss": one value per step, "held_out_loss": one per epoch}.
+    `held_out`. Returns the latter, a list with one loss per epoch.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -390,15 +389,15 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
     num_batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
     steps = args.mae_epochs * num_batches
-    losses = {"loss": [], "held_out_loss": []}
+    held_out_losses = []
 
     path = folder / "checkpoint.pt"
     if resume and path.exists():
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        losses = checkpoint["losses"]
-    first_epoch = len(losses["held_out_loss"])
+        held_out_losses = checkpoint["held_out_losses"]
+    first_epoch = len(held_out_losses)
 
     writer = SummaryWriter(folder, purge_step=first_epoch * num_batches)  # drops what was logged after the checkpoint
     progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * num_batches)
@@ -418,23 +417,26 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
             nn.utils.clip_grad_norm_(parameters, math.inf, error_if_nonfinite=True)
             optimizer.step()
-            losses["loss"].append(loss.item())
             writer.add_scalar("mae/loss", loss, step)
             progress.update()
 
         with torch.no_grad():
             generator = torch.Generator(device).manual_seed(0)  # the same masks in each epoch
             held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, generator)
-        losses["held_out_loss"].append(held_out_loss.item())
+        held_out_losses.append(held_out_loss.item())
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss.item())
-        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        checkpoint = {
+            "model": mae.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "held_out_losses": held_out_losses,
+        }
         with atomic(path) as temporary:
-            torch.save(state, temporary)
+            torch.save(checkpoint, temporary)
     progress.close()
     writer.close()
-    return losses
+    return held_out_losses
 
 
 # --------------------------------------------------------------------------------------------------------- 4. Selection
@@ -797,14 +799,6 @@ def load_mae(path, mae, args):
     return content.get("salient_counts", {})
 
 
-def keep_freed_memory():
-    """Let glibc keep up to 1 GiB of freed memory for the next step; asking the system each time is slow."""
-    if sys.platform == "linux":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, 32 MiB: only larger pieces are kept out of the heap
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: the heap may keep this many free bytes
-
-
 def fail(message):
     """Print one line about a bad argument to stderr and exit with status 2."""
     print(f"error: {message}", file=sys.stderr)
@@ -965,7 +959,6 @@ if __name__ == "__main__":
     args = parse_args()
     check_args(args)
     device = pick_device(args.device)
-    keep_freed_memory()
     torch.set_num_threads(args.threads)
     run_dir = run_folder(args)
     torch.manual_seed(args.seed)
@@ -979,10 +972,10 @@ if __name__ == "__main__":
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
     frames, held_out = frames.tensor_split([num_frames])
-    losses = {"loss": [], "held_out_loss": []}
+    held_out_losses = []
     start_time = time.perf_counter()
     if args.mae_checkpoint is None:
-        losses = pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
+        held_out_losses = pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
     seconds = time.perf_counter() - start_time
     mae.eval().requires_grad_(False)
 
@@ -1021,9 +1014,7 @@ if __name__ == "__main__":
         "seed": args.seed,
         "args": vars(args),
         "frames": num_frames,
-        "steps": len(losses["loss"]),
-        "held_out_losses": losses["held_out_loss"],
-        "final_loss": float(np.mean(losses["loss"][-50:])) if losses["loss"] else None,
+        "held_out_losses": held_out_losses,
         "K": {f"{q}%": int(np.percentile(counts, q)) for q in (0, 5, 25, 50, 75, 95, 100)},
         "ideal_max_ratio": ideal,
         "max_ratio": max_ratio,
@@ -1036,8 +1027,8 @@ if __name__ == "__main__":
     with atomic(run_dir / "results.json") as path:
         path.write_text(json.dumps(results, indent=2))
     (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
-    if losses["loss"]:
-        print(f"loss of the last 50 batches {results['final_loss']:.4f}, held-out {losses['held_out_loss'][-1]:.4f}")
+    if held_out_losses:
+        print(f"the MAE's loss on {HELD_OUT_FRAMES} frames that it was not trained on is {held_out_losses[-1]:.4f}")
     print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")
     if kept_whole[95] > args.coverage:
         print(f"mr* is {ideal:.0%}; it keeps {kept_whole[round(100 * ideal)]:.2%} of the frames whole; see {figures}")

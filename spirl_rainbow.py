@@ -71,7 +71,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.animation import PillowWriter
 from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -434,7 +434,7 @@ def warmup_cosine(step, steps, peak):
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
-    `held_out`. Returns {"loss": one value per step, "held_out_loss": one per epoch}.
+    `held_out`. Returns the latter, a list with one loss per epoch.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -452,15 +452,15 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), weight_decay=args.mae_weight_decay, fused=True)
     num_batches = len(frames) // args.mae_batch_size  # the last, partial batch of an epoch is dropped
     steps = args.mae_epochs * num_batches
-    losses = {"loss": [], "held_out_loss": []}
+    held_out_losses = []
 
     path = folder / "checkpoint.pt"
     if resume and path.exists():
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        losses = checkpoint["losses"]
-    first_epoch = len(losses["held_out_loss"])
+        held_out_losses = checkpoint["held_out_losses"]
+    first_epoch = len(held_out_losses)
 
     writer = SummaryWriter(folder, purge_step=first_epoch * num_batches)  # drops what was logged after the checkpoint
     progress = tqdm(desc="pre-training", total=steps, initial=first_epoch * num_batches)
@@ -480,23 +480,26 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
             nn.utils.clip_grad_norm_(parameters, math.inf, error_if_nonfinite=True)
             optimizer.step()
-            losses["loss"].append(loss.item())
             writer.add_scalar("mae/loss", loss, step)
             progress.update()
 
         with torch.no_grad():
             generator = torch.Generator(device).manual_seed(0)  # the same masks in each epoch
             held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, generator)
-        losses["held_out_loss"].append(held_out_loss.item())
+        held_out_losses.append(held_out_loss.item())
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
         progress.set_postfix(held_out_loss=held_out_loss.item())
-        state = {"model": mae.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
+        checkpoint = {
+            "model": mae.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "held_out_losses": held_out_losses,
+        }
         with atomic(path) as temporary:
-            torch.save(state, temporary)
+            torch.save(checkpoint, temporary)
     progress.close()
     writer.close()
-    return losses
+    return held_out_losses
 
 
 # ------------------------------------------------------------------------------------------------------ 4. Selection
@@ -1029,14 +1032,12 @@ def save_video(marked, side, path):
     first = mark_patches(*marked[0], side)
     figure = Figure(figsize=[len(first) / 100] * 2)  # at 100 dots an inch, pixel by pixel
     image = figure.figimage(first)
-
-    def show(step):
-        image.set_data(mark_patches(*marked[step], side))
-
     print(f"drawing {path}")
-    video = FuncAnimation(figure, show, len(marked))
-    with atomic(path) as temporary:
-        video.save(temporary, writer=PillowWriter(fps=15))
+    writer = PillowWriter(fps=15)
+    with atomic(path) as temporary, writer.saving(figure, temporary, dpi=100):
+        for step in marked:
+            image.set_data(mark_patches(*step, side))
+            writer.grab_frame()
 
 
 # ------------------------------------------------------------------------------------- 8. Files and the command line

@@ -73,7 +73,7 @@ def train(args):
     def keep_some(path):  # pretrain_mae writes its checkpoint with it, after each epoch
         with atomic(path) as temporary:
             yield temporary
-        epoch = len(torch.load(path, weights_only=True)["losses"]["held_out_loss"])
+        epoch = len(torch.load(path, weights_only=True)["held_out_losses"])
         if epoch in (1, 2, 3, 5, 8, 10, 20, 30, 50, args.epochs):
             shutil.copyfile(path, folder / f"epoch{epoch:03d}.pt")
 

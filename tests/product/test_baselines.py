@@ -60,10 +60,27 @@ def test_the_grey_frames_are_of_the_same_games():
 def test_mae_all_sees_all_embeddings_in_order(trained_mae, random_play):
     frames = random_play["ALE/Seaquest-v5"][100:103]
     embeddings, counts = baselines.embed_all_patches(trained_mae, frames)
-    assert embeddings.dtype == torch.float16 and counts.tolist() == [144] * 3
+    assert embeddings.dtype == torch.float16 and counts.tolist() == [1] * 3
     latent = trained_mae.encode(trained_mae.patchify(torch.from_numpy(frames)), torch.arange(144).expand(3, -1))
     expected = latent[:, 1:] + trained_mae.pos_embed[:, 1:]  # row 0 of both is [cls]
     torch.testing.assert_close(embeddings.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_mae_alls_trunk_is_that_of_spirl_with_every_patch_selected():
+    torch.manual_seed(0)
+    trunk = baselines.PatchTransformer()
+    torch.manual_seed(0)
+    spirls = spirl.SalientPatchTransformer()
+    with torch.no_grad():
+        for mine, its in zip(trunk.parameters(), spirls.parameters(), strict=True):
+            assert torch.equal(mine, its)  # they begin with the same weights
+            mine += 0.5 * torch.randn_like(mine)
+            its.copy_(mine)
+        embeddings, counts = torch.randn(3, 4, 9, 64).half(), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
+        assert torch.equal(trunk(embeddings, counts), spirls(embeddings, 9 * counts))
+    state = embeddings[2:], counts[2:]
+    _, expected = spirl.attended_patches(spirls, (state[0], 9 * state[1]), torch.arange(9)[None])
+    assert baselines.attended_patches(trunk, state) == expected and 1 < len(expected) < 9
 
 
 @in_background

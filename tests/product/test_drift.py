@@ -12,10 +12,11 @@ from conftest import ROOT, SCRIPTS
 DIFFERENT = {"RunArgs", "PretrainingArgs", "SelectionArgs", "AgentArgs", "TrainingArgs", "Args"}  # what each one reads
 DIFFERENT |= {"check_args"}  # what each one has to check, after check_each
 DIFFERENT |= {"make_envs"}  # DE-Rainbow sees grey frames of 84 x 84; lines are counted below
+DIFFERENT |= {"attended_patches"}  # MAE-All selects none, has no padding and pools by [cls] alone
 # How many lines only spirl_rainbow.py has, and how many only spirl_baselines.py: a changed line is one more in each.
 LINES_APART = {
     "make_envs": (6, 8),  # the picture's size and colours
-    "main": (25, 15),  # from the networks on: the cache of errors, what is marked, an agent to watch
+    "main": (25, 14),  # from the networks on: the cache of errors, what is marked, an agent to watch
 }
 
 

@@ -30,7 +30,7 @@ def test_the_readmes_have_the_tables_of_all_files(rows, readme):
 
 def test_the_quick_starts_scores_are_of_stored_runs():
     text = " ".join((ROOT / "README.md").read_text().split())
-    for method, begin in (("spirl", "Means of seeds 1 to 5: {};"), ("de-rainbow", "as many steps, seeds 1 to 5: {} (")):
+    for method, begin in (("spirl", "seeds 1 to 5 scored {};"), ("de-rainbow", "as many steps, seeds 1 to 5: {} (")):
         paths = sorted((ROOT / "tests/results/10k").glob(f"MsPacman__{method}__*.json"))
         runs = [json.loads(path.read_text()) for path in paths]
         assert [run["seed"] for run in runs] == [1, 2, 3, 4, 5]
