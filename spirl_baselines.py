@@ -87,8 +87,7 @@ class RunArgs:
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
-    # folder of an unfinished run to continue with its own arguments; of other flags only --device and --threads
-    resume: str | None = None
+    resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
     threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
@@ -150,9 +149,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    # steps between evaluations, of which the one with the largest median is reported (for 400K we use 50,000);
-    # 0: one evaluation, of the final weights
-    eval_frequency: int = 0
+    eval_frequency: int = 0  # steps between evaluations; the best median is reported (400K: 50,000). 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 

@@ -74,8 +74,7 @@ class RunArgs:
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
-    # folder of an unfinished run to continue with its own arguments; of other flags only --device and --threads
-    resume: str | None = None
+    resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
     threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
 
@@ -106,9 +105,7 @@ class PretrainingArgs:
 class SelectionArgs:
     """Which patches of a frame are salient."""
 
-    # most patches kept, as a share of all; without it Table 13's for the paper's four games,
-    # for any other the ideal one (mr*, Appendix B.5)
-    max_ratio: float | None = None
+    max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's, else mr* (Appendix B.5)
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
     # divides the curve's rise over two patches by one patch's step: what it takes for 1 is a slope of 0.5
     lorenz_slope: float = 0.5

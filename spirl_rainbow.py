@@ -88,11 +88,9 @@ class RunArgs:
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
-    # an agent.pt to watch: nothing is learned, the agent plays and is drawn; needs --mae-checkpoint, with its MAE
-    agent_checkpoint: str | None = None
+    agent_checkpoint: str | None = None  # an agent.pt to watch: it learns nothing; needs its MAE's --mae-checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
-    # folder of an unfinished run to continue with its own arguments; of other flags only --device and --threads
-    resume: str | None = None
+    resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
     threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
@@ -125,11 +123,8 @@ class PretrainingArgs:
 class SelectionArgs:
     """Which patches of a frame are salient."""
 
-    # dynamic: the frame's Lorenz curve decides how many patches, up to the maximum; fixed: always the maximum
-    selection: Literal["dynamic", "fixed"] = "dynamic"
-    # most patches kept, as a share of all; without it Table 13's for the paper's four games,
-    # for any other the ideal one (mr*, Appendix B.5)
-    max_ratio: float | None = None
+    selection: Literal["dynamic", "fixed"] = "dynamic"  # K by the frame's Lorenz curve, or always the maximum
+    max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's, else mr* (Appendix B.5)
     # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
     # divides the curve's rise over two patches by one patch's step: what it takes for 1 is a slope of 0.5
     lorenz_slope: float = 0.5
@@ -139,10 +134,8 @@ class SelectionArgs:
 class AgentArgs:
     """What the agent is made of."""
 
-    # what fills the unused patch slots (Table 14): zeros, a trainable [pad], or nothing (masked out)
-    padding: Literal["zero", "token", "mask"] = "zero"
-    # how a frame's patches become one vector (Table 15): the output at a trainable [cls] token, or their mean
-    pooling: Literal["cls", "mean"] = "cls"
+    padding: Literal["zero", "token", "mask"] = "zero"  # unused slots: zeros, a trainable [pad], or masked (Table 14)
+    pooling: Literal["cls", "mean"] = "cls"  # a frame's vector: that of a [cls], or the patches' mean (Table 15)
     agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
     agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
     frame_stack: int = 4  # last frames that the agent sees together (Table 9)
@@ -172,9 +165,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    # steps between evaluations, of which the one with the largest median is reported (for 400K we use 50,000);
-    # 0: one evaluation, of the final weights
-    eval_frequency: int = 0
+    eval_frequency: int = 0  # steps between evaluations; the best median is reported (400K: 50,000). 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
