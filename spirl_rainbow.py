@@ -1138,18 +1138,13 @@ def parse_args():
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
-        untouched = stored.pop("checksum") == checksum(stored)
+        checksum = stored.pop("checksum")
         args = Args(**stored | changed)
     except (OSError, ValueError, TypeError, AttributeError, KeyError):  # absent, damaged, or another script's
         fail(f"--resume {run_dir} is not the folder of an unfinished run of this script; give one, runs/NAME")
-    if not untouched:
+    if checksum != zlib.crc32(json.dumps(stored).encode()):
         fail(f"--resume {run_dir}: its args.json is not as the run wrote it; put back what was changed")
     return args
-
-
-def checksum(content):
-    """A number that tells a dict from one with other content."""
-    return zlib.crc32(json.dumps(content).encode())
 
 
 def run_folder(args):
@@ -1165,8 +1160,9 @@ def open_run(args, run_dir, device):
     when the process ends, even by a kill."""
     if not args.resume:
         run_dir.mkdir(parents=True)
+        checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
-            path.write_text(json.dumps(vars(args) | {"checksum": checksum(vars(args))}, indent=2))
+            path.write_text(json.dumps(vars(args) | {"checksum": checksum}, indent=2))
     lock = (run_dir / "args.json").open("r+")  # NFS locks only what is open for writing
     try:
         import fcntl
