@@ -967,18 +967,13 @@ def parse_args():
     return args
 
 
-def run_folder(args):
-    """The folder of the run: the one to go on with, or a new one in runs/."""
-    game = args.env_id.removeprefix("ALE/").split("-")[0]
-    default_name = f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"  # time in milliseconds
-    return Path(args.resume or f"runs/{args.run_name or default_name}")
-
-
 def open_run(args, run_dir, device):
     """Create the run's folder, or with --resume take the one that is there. Exits with one line where the run is
     finished, or another process works on it. Keep the returned file open: it holds the lock, which the system frees
     when the process ends, even by a kill."""
     if not args.resume:
+        if run_dir.exists():
+            fail(f"--run-name {args.run_name}: {run_dir} already exists; give another name")
         run_dir.mkdir(parents=True)
         checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
@@ -1035,8 +1030,6 @@ def check_each(args):
         f"{args.run_name} {args.resume}".encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         fail("--run-name or --resume has letters that this terminal cannot print; give a name without them")
-    if args.run_name and not args.resume and Path("runs", args.run_name).exists():
-        fail(f"--run-name {args.run_name}: runs/{args.run_name} already exists; give another name")
 
 
 def check_args(args):
@@ -1106,7 +1099,9 @@ if __name__ == "__main__":
     device = pick_device(args.device)
     keep_freed_memory()
     torch.set_num_threads(args.threads)
-    run_dir = run_folder(args)
+    game = args.env_id.removeprefix("ALE/").split("-")[0]
+    run_name = args.run_name or f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"
+    run_dir = Path(args.resume or f"runs/{run_name}")
 
     # MAE-All's is this run's own mae.pt (after a resume), else --mae-checkpoint, else one is pre-trained below.
     if args.method == "mae-all":
