@@ -1331,29 +1331,28 @@ if __name__ == "__main__":
     # game's seed and actions restore it.
     run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
-    # Begin, or continue from the checkpoint.
+    # Begin with the first game, or go on from the checkpoint.
+    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, 0))
+    replay.append(*preprocess(observation[:, 0]), starts=True)
     checkpoint_path = run_dir / "checkpoint.pt"
-    resumed = checkpoint_path.exists()
-    if resumed:
+    if checkpoint_path.exists():
         checkpoint = read_checkpoint(checkpoint_path, device)
         online.load_state_dict(checkpoint["online"])
         target.load_state_dict(checkpoint["target"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         vars(replay).update(checkpoint["replay"])
-        error_map.errors.update(checkpoint["errors"])
+        error_map.errors = checkpoint["errors"]
         vars(run).update(checkpoint["run"])
         try:
             generator.set_state(checkpoint["generator"].cpu())
         except RuntimeError:  # a CPU's generator cannot go on from a GPU's state
             generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
             print("note: another kind of device than before: from here the digits differ from a run's that never moved")
-    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
-    for action in run.actions:
-        observation, *_, info = envs.step(np.array([action]))
-    if not resumed:
-        replay.append(*preprocess(observation[:, 0]), starts=True)
-    elif not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
-        fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
+        observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
+        for action in run.actions:
+            observation, *_, info = envs.step(np.array([action]))
+        if not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
+            fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
     writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # drops what was logged after the checkpoint
 
     # Train up to the next evaluation, and evaluate. In the 100K setting there is one, at the end.
