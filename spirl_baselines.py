@@ -1005,10 +1005,10 @@ def stop(*_):
     os._exit(130)
 
 
-# Flags of all three scripts that may be 0, and shares, from 0 to 1.
-MAY_BE_0 = {"seed", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
+# Flags of all three scripts that are shares, from 0 to 1, and all that may be 0.
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
+MAY_BE_0 = SHARES | {"seed", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
 
 
 def check_each(args):
@@ -1017,9 +1017,8 @@ def check_each(args):
         if type(value) not in (int, float) or name in ("v_min", "v_max"):
             continue
         limit = 1 if name in SHARES else 2_147_483_647
-        may_be_0 = name in MAY_BE_0 | SHARES
-        if not (0 < value <= limit or (value == 0 and may_be_0)):  # this form also refuses nan
-            least = "at least" if may_be_0 else "above"
+        if not (0 < value <= limit or (value == 0 and name in MAY_BE_0)):  # this form also refuses nan
+            least = "at least" if name in MAY_BE_0 else "above"
             fail(f"--{name.replace('_', '-')} is {value}; give {least} 0, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
