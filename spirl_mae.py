@@ -828,7 +828,7 @@ def parse_args():
         stored = json.loads((run_dir / "args.json").read_text())
         checksum = stored.pop("checksum")
         args = Args(**stored | changed)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):  # absent, damaged, or another script's
+    except Exception:  # absent, damaged, or another script's
         fail(f"--resume {run_dir} is not the folder of an unfinished run of this script; give one, runs/NAME")
     if checksum != zlib.crc32(json.dumps(stored).encode()):
         fail(f"--resume {run_dir}: its args.json is not as the run wrote it; put back what was changed")
