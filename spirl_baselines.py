@@ -48,7 +48,7 @@ import time
 import zlib
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -939,16 +939,16 @@ def parse_args():
     --device and --threads."""
     # Args' base classes are the groups of --help; their names are no part of a flag. DisallowNone: "--resume None" is a
     # folder of that name.
-    groups = make_dataclass("Groups", [(part.__name__.removesuffix("Args"), part) for part in Args.__bases__])
+    groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")
     try:
-        parts = tyro.cli(groups, description=f"{title}\n\n{about}", config=config)
+        parts = tyro.cli(dict, default=groups, description=f"{title}\n\n{about}", config=config)
     except SystemExit as end:
         if not end.code:  # after --help
             print(commands)
         raise
-    args = Args(**{name: value for part in vars(parts).values() for name, value in vars(part).items()})
+    args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
     given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
     if "--resume" not in given:
         return args
