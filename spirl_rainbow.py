@@ -1086,12 +1086,12 @@ def load_mae(path, mae, args):
 
 
 def load_agent(path, args):
-    """The dict in agent.pt: `model`, `step`, `max_patches`, `args`. Exits with status 2 unless it is of this game and
-    has the agent and the selection that `args` ask for."""
+    """The dict in agent.pt: `model`, `step`, `max_patches`, `args`. Exits with status 2 unless the game, the
+    MAE's sizes, the selection and the agent are those that `args` ask for."""
     content = read_checkpoint(path)
     if "max_patches" not in content:
         fail(f"{path} is not an agent.pt of this script; give another file")
-    for name in ("env_id", "image_size", "patch_size", "encoder_dim", *vars(SelectionArgs()), *vars(AgentArgs())):
+    for name in ("env_id", *mae_sizes(args), *vars(SelectionArgs()), *vars(AgentArgs())):
         trained_with = content["args"][name]
         asked_for = getattr(args, name)
         if trained_with != asked_for:
