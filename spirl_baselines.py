@@ -781,7 +781,7 @@ def evaluate(args, network, preprocess):
     playing = np.arange(G)  # the games that are not over
     recording = []
     step = 0
-    progress = tqdm(total=G, desc="evaluating")
+    progress = tqdm(desc="evaluating")
     while len(playing):
         features, count = preprocess(observation[playing, 0])
         if step == 0:  # frames before the game are blank: count 0
@@ -801,9 +801,9 @@ def evaluate(args, network, preprocess):
         observation, reward, terminated, truncated, _ = envs.step(actions)
         scores[playing] += reward[playing]
         over = terminated | truncated
-        progress.update(over[playing].sum())
-        progress.set_postfix(step=step, refresh=step % 100 == 0)
         playing = playing[~over[playing]]
+        progress.set_postfix(still_playing=len(playing), refresh=False)
+        progress.update()
         step += 1
     progress.close()
     envs.close()
@@ -999,8 +999,8 @@ def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
     run = globals().get("run")  # main's progress; not yet defined in pre-training
     where = f"step {run.saved_step}" if run else "the last checkpoint"
-    line = f"stopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
-    print(f"\n{line}", file=sys.stderr)
+    message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
+    print(message, file=sys.stderr)
     sys.stdout.flush()
     os._exit(130)
 
@@ -1281,8 +1281,9 @@ if __name__ == "__main__":
     envs.close()
     writer.close()
     scores = best["scores"]
-    several = len(run.evaluations) > 1
-    measure = "best median of the evaluations during training" if several else "mean of the final weights"
+    measure = "mean of the final weights"
+    if len(run.evaluations) > 1:
+        measure = "best median of the evaluations during training"
     results = {
         "env_id": args.env_id,
         "method": args.method,

@@ -867,8 +867,8 @@ def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
     run = globals().get("run")  # main's progress; not yet defined in pre-training
     where = f"step {run.saved_step}" if run else "the last checkpoint"
-    line = f"stopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
-    print(f"\n{line}", file=sys.stderr)
+    message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
+    print(message, file=sys.stderr)
     sys.stdout.flush()
     os._exit(130)
 
