@@ -94,42 +94,49 @@ def test_grey_images_and_many_small_patches():
     assert len(set(hashes)) == 90_000  # a place is part of the key, more than 255 a side too
 
 
-@torch.no_grad()
 def layer_norm(x, module):
     mean = sum(x) / len(x)
     variance = sum((value - mean) ** 2 for value in x) / len(x)
     scale = math.sqrt(variance + 1e-6)
-    return [(value - mean) / scale * float(w) + float(b) for value, w, b in zip(x, module.weight, module.bias)]
+    weight, bias = module.weight.tolist(), module.bias.tolist()
+    return [(value - mean) / scale * w + b for value, w, b in zip(x, weight, bias)]
 
 
-@torch.no_grad()
 def linear(x, module):
-    return [sum(float(w) * value for w, value in zip(row, x)) + float(b) for row, b in zip(module.weight, module.bias)]
+    weight, bias = module.weight.tolist(), module.bias.tolist()
+    return [sum(w * value for w, value in zip(row, x)) + b for row, b in zip(weight, bias)]
 
 
 def plus(x, y):
     return [a + b for a, b in zip(x, y, strict=True)]
 
 
-def oracle_block(X, block, heads):
-    """One Transformer layer as the paper's Background writes it: lists of lists, loops, no tensors."""
+def oracle_block(X, block, heads, residual=True):
+    """One Transformer layer as the paper's Background writes it: lists of lists, loops, no tensors. Returns what comes
+    out for each token, and the attention that each one pays to all, averaged over the heads."""
     dim = len(X[0])
     d = dim // heads
     projected = [linear(layer_norm(x, block.norm1), block.attn.qkv) for x in X]
-    Z = []
+    Z, attention = [], []
     for i, x in enumerate(X):
         concatenated = []
+        paid = [0.0] * len(X)
         for head in range(heads):
             at = slice(head * d, head * d + d)
             q = projected[i][:dim][at]
             K = [p[dim : 2 * dim][at] for p in projected]
             V = [p[2 * dim :][at] for p in projected]
             scores = [math.exp(sum(a * b for a, b in zip(q, k)) / math.sqrt(d)) for k in K]
-            concatenated += [sum(s * v[c] for s, v in zip(scores, V)) / sum(scores) for c in range(d)]
-        x = plus(x, linear(concatenated, block.attn.proj))
+            weights = [s / sum(scores) for s in scores]
+            paid = [p + w / heads for p, w in zip(paid, weights)]
+            concatenated += [sum(w * v[c] for w, v in zip(weights, V)) for c in range(d)]
+        mhsa = linear(concatenated, block.attn.proj)
+        x = plus(x, mhsa) if residual else mhsa
         hidden = [h * 0.5 * (1 + math.erf(h / math.sqrt(2))) for h in linear(layer_norm(x, block.norm2), block.mlp.fc1)]
-        Z.append(plus(x, linear(hidden, block.mlp.fc2)))
-    return Z
+        out = linear(hidden, block.mlp.fc2)
+        Z.append(plus(x, out) if residual else out)
+        attention.append(paid)
+    return Z, attention
 
 
 def test_a_token_that_is_not_present_is_as_good_as_absent():
@@ -139,9 +146,9 @@ def test_a_token_that_is_not_present_is_as_good_as_absent():
         torch.nn.init.normal_(p, std=0.5)
     X = torch.randn(5, 8)
     present = torch.tensor([True, True, False, True, False])  # the first, [cls], always is
-    expected = torch.tensor(oracle_block(X[present].tolist(), block, 2))
+    expected, _ = oracle_block(X[present].tolist(), block, 2)
     with torch.no_grad():
-        torch.testing.assert_close(block(X[None], present[None, 1:])[0, present], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(block(X[None], present[None, 1:])[0, present], torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
 def oracle_position(dim, place, side):
@@ -164,14 +171,14 @@ def oracle_mae(mae, frame, kept, heads):
         embedded = [float((filter.permute(1, 2, 0) * square).sum() + b) for filter, b in zip(kernel, bias)]
         X.append(plus(embedded, oracle_position(len(bias), place, side)))
     for block in mae.blocks:
-        X = oracle_block(X, block, heads)
+        X, _ = oracle_block(X, block, heads)
     cls, *seen = [linear(layer_norm(x, mae.norm), mae.decoder_embed) for x in X]
     Z = [cls]
     for n in range(side * side):
         token = seen[kept.index(n)] if n in kept else mae.mask_token.flatten().tolist()
         Z.append(plus(token, oracle_position(len(token), n, side)))
     for block in mae.decoder_blocks:
-        Z = oracle_block(Z, block, heads)
+        Z, _ = oracle_block(Z, block, heads)
     return torch.tensor([linear(layer_norm(z, mae.decoder_norm), mae.decoder_pred) for z in Z[1:]])
 
 
