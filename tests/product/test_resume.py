@@ -21,7 +21,7 @@ import spirl_mae
 SHORT = ["--total-timesteps", "170", "--checkpoint-frequency", "20", "--eval-frequency", "90", "--eval-episodes", "1"]
 SPIRL = ["spirl_rainbow.py", *SMALL, *SHORT, "--mae-epochs", "3", "--max-episode-frames", "240"]
 DE_RAINBOW_P = ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150", *PLAY, *SHORT]
-MAE = ["spirl_mae.py", *SIZES, *PRETRAINING, *MACHINE, "--mae-epochs", "3"]
+MAE = ["spirl_mae.py", *SIZES, *PRETRAINING, *MACHINE, "--mae-epochs", "3", "--mae-mask-spread", "0.2"]
 EDITED = "its args.json is not as the run wrote it; put back what was changed$"
 
 
