@@ -105,6 +105,12 @@ def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
                 file.close()
 
 
+def files(path):
+    """The files of a run's folder, but for TensorBoard's."""
+    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    return {name for name in found if "tfevents" not in name}
+
+
 def scalars(path):
     events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

@@ -17,10 +17,9 @@ def make(game, num_envs=1, **changes):
 
 def changed(game, **changes):
     """`make_envs`'s environment but for some settings: what the rule would be violated by."""
-    kwargs = {
-        name: value for name, value in make(game).spec.kwargs.items() if name not in ("vectorization_mode", "game")
-    }
-    return gym.make_vec(f"ALE/{game}-v5", 1, "vector_entry_point", **kwargs | changes)
+    kwargs = make(game).spec.kwargs | changes
+    del kwargs["vectorization_mode"], kwargs["game"]
+    return gym.make_vec(f"ALE/{game}-v5", 1, "vector_entry_point", **kwargs)
 
 
 def play(env, seed, actions):

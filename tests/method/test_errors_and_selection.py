@@ -1,5 +1,7 @@
 """What is salient: the error map, its cache, dynamic-K, mr* and the embeddings, against loops and on real frames."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,16 +9,6 @@ from conftest import GAMES
 
 import spirl_mae
 import spirl_rainbow as spirl
-
-
-def surroundings(i, j, side):
-    """surr(X_ij): the up to eight patches around (i, j), as places row * side + column."""
-    places = []
-    for k in (i - 1, i, i + 1):
-        for m in (j - 1, j, j + 1):
-            if 0 <= k < side and 0 <= m < side and (k, m) != (i, j):
-                places.append(k * side + m)
-    return places
 
 
 @torch.no_grad()
@@ -27,7 +19,8 @@ def oracle_error_map(mae, frame):
     E = []
     for i in range(side):
         for j in range(side):
-            places = surroundings(i, j, side)
+            around = [(k, m) for k in (i - 1, i, i + 1) for m in (j - 1, j, j + 1) if (k, m) != (i, j)]
+            places = [k * side + m for k, m in around if 0 <= k < side and 0 <= m < side]  # surr(X_ij), up to eight
             seen, ids = torch.stack([squares[place] for place in places]), torch.tensor([places])
             rebuilt = mae.decode(mae.encode(seen[None], ids), ids)[0, i * side + j].double()
             patch = squares[i * side + j].double()
@@ -36,24 +29,17 @@ def oracle_error_map(mae, frame):
     return torch.tensor(E)
 
 
-def check_error_maps(mae, frames):
-    expected = torch.stack([oracle_error_map(mae, frame) for frame in frames])
-    plain, cached = spirl_mae.reconstruction_error_map(mae, frames), spirl.ErrorMapCache(mae)(frames)
-    torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(cached, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_error_maps_against_loops_on_noise(depth):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_error_maps_against_loops(depth):
     torch.manual_seed(depth)
     mae = spirl.MaskedAutoencoder(image_size=32, encoder_depth=2, decoder_depth=depth).eval().requires_grad_(False)
     for p in mae.parameters():  # larger weights than at the start: attention that is far from uniform
         p.add_(torch.randn_like(p) * 0.15)
-    check_error_maps(mae, torch.randint(256, (3, 32, 32, 3), dtype=torch.uint8))
-
-
-def test_error_maps_against_loops_on_a_real_frame(trained_mae, random_play):
-    check_error_maps(trained_mae, torch.from_numpy(random_play["ALE/Frostbite-v5"][301:302]))
+    frames = torch.randint(256, (3, 32, 32, 3), dtype=torch.uint8)
+    frames[0, :12] = 7  # patches of one colour, as games have them
+    expected = torch.stack([oracle_error_map(mae, frame) for frame in frames])
+    for errors in (spirl_mae.reconstruction_error_map(mae, frames), spirl.ErrorMapCache(mae)(frames)):
+        torch.testing.assert_close(errors, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="session")
@@ -72,15 +58,7 @@ def test_the_cache_equals_the_plain_map_and_computes_each_neighbourhood_once(mae
     cold = torch.cat([cache(batch) for batch in frames.split(7)])
     warm = cache(frames)
     assert len(computed) == len(cache.errors) == len(set(cache.hashes(frames))) < 144 * len(frames)
-    for errors in (cold, warm):
-        assert (errors - plain).abs().max() < 1e-5
-        for max_patches in (28, 50, 144):
-            _, expected = spirl.select_salient_patches(plain, max_patches)
-            _, count = spirl.select_salient_patches(errors, max_patches)
-            for row in (count != expected).nonzero()[:, 0]:  # only where two slopes are as good as equally close
-                slope = lorenz_slopes(plain[row].tolist())
-                distances = [abs(slope[144 - int(k[row])] - 0.5) for k in (count, expected)]
-                assert abs(distances[0] - distances[1]) < 1e-4
+    assert (cold - plain).abs().max() < 1e-5 and torch.equal(warm, cold)
 
 
 def test_keys_tell_real_neighbourhoods_apart(trained_mae, random_play):
@@ -108,12 +86,6 @@ def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps
     assert len(new) > 0 and list(cache.errors) == (before + new)[-200:]
 
 
-def lorenz_slopes(errors):
-    """Slope of the Lorenz curve over each two steps: (v_i + v_{i+1}) N / 2."""
-    v = [error / sum(errors) for error in sorted(errors)]
-    return [(v[i] + v[i + 1]) * len(v) / 2 for i in range(len(v) - 1)]
-
-
 def oracle_selection(errors, max_patches, lorenz_slope):
     """Dynamic-K of one frame in loops: among the K of at most max_patches, that of the closest slope."""
     N = len(errors)
@@ -122,11 +94,13 @@ def oracle_selection(errors, max_patches, lorenz_slope):
         return order[:max_patches]
     if max(errors) == min(errors):
         return order[:1]
-    slopes, best = lorenz_slopes(errors), None
+    v = [error / sum(errors) for error in sorted(errors)]
+    K, closest = 1, math.inf
     for i in range(max(1, N - max_patches), N - 1):
-        if best is None or abs(slopes[i] - lorenz_slope) < abs(slopes[best] - lorenz_slope):
-            best = i
-    return order[: N - best if best is not None else 1]
+        distance = abs((v[i] + v[i + 1]) * N / 2 - lorenz_slope)
+        if distance < closest:
+            K, closest = N - i, distance
+    return order[:K]
 
 
 def check_selection(errors, max_patches, lorenz_slope):
@@ -134,15 +108,19 @@ def check_selection(errors, max_patches, lorenz_slope):
     assert patch_ids.shape == (len(errors), max_patches)
     for row, ids, k in zip(errors, patch_ids.tolist(), count.tolist()):
         expected = oracle_selection(torch.tensor(row).double().tolist(), max_patches, lorenz_slope)
-        assert ids[:k] == expected
-        assert len(set(ids)) == max_patches
+        assert ids[:k] == expected and len(set(ids)) == max_patches
+    return count.numpy()
 
 
 @pytest.mark.parametrize("slope", [None, 0.5, 1.0])
 @pytest.mark.parametrize("max_patches", [1, 2, 3, 10, 36])
 def test_selection_against_loops(slope, max_patches):
     rng = np.random.default_rng(0)
-    check_selection(rng.exponential(size=(50, 36)).tolist(), max_patches, slope)
+    errors = rng.exponential(size=(50, 36))
+    count = check_selection(errors.tolist(), max_patches, slope)
+    if slope is not None:  # in short: the errors above slope times their mean, and up to two more
+        above = (errors > slope * errors.mean(1, keepdims=True)).sum(1)
+        assert (np.minimum(above, max_patches) <= count).all() and (count <= np.minimum(above + 2, max_patches)).all()
     check_selection(rng.integers(1, 4, (50, 36)).astype(float).tolist(), max_patches, slope)  # ties
     check_selection([[0.3] * 36, [0.0] * 36], max_patches, slope)  # constant: K = 1
     outlier = [[0.0] * 36, [0.01] * 36]
@@ -160,17 +138,6 @@ def test_selection_by_hand():
     for wrong in (0, 7):
         with pytest.raises(ValueError, match="max_patches"):
             spirl.select_salient_patches(errors, wrong)
-
-
-@pytest.mark.parametrize("slope", (0.3, 0.5, 1.0))
-@pytest.mark.parametrize("most", (28, 50, 144))
-def test_k_is_the_number_of_errors_above_the_slope_times_their_mean_or_one_or_two_more(slope, most, plain_maps):
-    noise = torch.rand(200, 144, generator=torch.Generator().manual_seed(0)).square()
-    errors = torch.cat([noise, *(real for _, real in plain_maps.values())])
-    check_selection(errors[190::2].tolist(), most, slope)
-    _, count = spirl.select_salient_patches(errors, most, slope)
-    above = (errors > slope * errors.mean(1, keepdim=True)).sum(1)
-    assert (above.clamp(max=most) <= count).all() and (count <= (above + 2).clamp(max=most)).all()
 
 
 def test_embeddings_are_the_encoder_on_the_selected_patches_alone(trained_mae, plain_maps):

@@ -117,19 +117,6 @@ def oracle_block(X, block, heads, residual=True):
     return Z, attention
 
 
-def test_a_token_that_is_not_present_is_as_good_as_absent():
-    torch.manual_seed(0)
-    block = spirl.Block(8, 2)
-    for p in block.parameters():
-        torch.nn.init.normal_(p, std=0.5)
-    X = torch.randn(5, 8)
-    present = torch.tensor([True, True, False, True, False])  # the first, [cls], always is
-    expected, _ = oracle_block(X[present].tolist(), block, 2)
-    with torch.no_grad():
-        got = block(X[None], present[None, 1:])[0, present]
-    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-4, atol=1e-4)
-
-
 def oracle_position(dim, place, side):
     """Sines and cosines of a patch's column, then of its row."""
     position = []

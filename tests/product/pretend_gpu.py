@@ -52,9 +52,6 @@ class OnGpu(torch.Tensor):
 
     device, is_cuda, is_cpu, is_meta = (property(lambda self, v=v: v) for v in (CUDA, True, False, False))
 
-    def __repr__(self):
-        return f"OnGpu({self.inner})"
-
     def tolist(self):
         wait()
         return self.inner.tolist()

@@ -20,13 +20,12 @@ WATCH = ["--mae-checkpoint", "right.pt", "--agent-checkpoint"]
 
 COMMON = [
     (["--env-id", "ALE/Frostbit-v5"], "--env-id ALE/Frostbit-v5 is not an Atari game .* ALE/Frostbite-v5"),
-    (["--env-id", "CartPole-v1"], "--env-id CartPole-v1 is not an Atari game"),
     (["--device", "cuda:99"], "--device cuda:99 is not available; give auto, cpu"),
-    (["--device", "tpu"], "--device tpu is not available; give auto, cpu"),
     (["--run-name", "taken"], "--run-name taken: runs/taken already exists; give another name"),
     (["--resume", "nowhere"], "--resume nowhere is not the folder of an unfinished run"),
     (["--resume", "nowhere", "--seed", "2"], "--resume uses the run's own arguments"),
     (["--resume", "damaged"], "--resume damaged is not the folder of an unfinished run"),
+    (["--resume", "other"], "--resume other is not the folder of an unfinished run"),
     (["--resume", "null"], "--resume null is not the folder of an unfinished run"),
     (["--resume", "None"], "--resume None is not the folder of an unfinished run"),
     (["--resume", ""], "--resume . is not the folder of an unfinished run"),
@@ -42,12 +41,10 @@ OF_MAE = [
     (["--mae-checkpoint", ""], "there is no file ''; give another"),
     (["--mae-checkpoint", "None"], "there is no file 'None'; give another"),
     (["--mae-checkpoint", "."], ". cannot be read as a checkpoint .IsADirectoryError"),
-    (["--mae-mask-ratio", "1"], r"--mae-mask-ratio 1.0 must be from --mae-mask-spread \(0.0\) to below 0.993"),
     (["--mae-mask-spread", "0.25"], r"--mae-mask-ratio 0.75 must be from --mae-mask-spread \(0.25\) to below 0.743"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio 0.3 must be from --mae-mask-spread"),
     (["--mae-frames", "10"], "--mae-frames 10 must be at least --mae-batch-size 64"),
     (["--mae-batch-size", "6000"], "--mae-frames .*must be at least --mae-batch-size 6000"),
-    (["--mae-checkpoint", "nowhere.pt"], "there is no file 'nowhere.pt'; give another"),
     (["--mae-checkpoint", "empty.pt"], "empty.pt cannot be read as a checkpoint .*; give another file$"),
     (["--mae-checkpoint", "cut.pt"], "cut.pt cannot be read as a checkpoint .*; give another file$"),
     (["--mae-checkpoint", "random.pt"], "random.pt cannot be read as a checkpoint .*; give another file$"),
@@ -56,8 +53,6 @@ OF_MAE = [
     (["--mae-checkpoint", "foreign.pt"], "foreign.pt does not fit the auto-encoder"),
     (["--mae-checkpoint", "small.pt"], "small.pt has image_size 24; give --image-size 24"),
     (["--mae-checkpoint", "pong.pt"], "pong.pt has env_id ALE/Pong-v5; give --env-id ALE/Pong-v5, or another"),
-    (["--mae-checkpoint", "less.pt"], "less.pt does not fit the auto-encoder .*norm.weight"),
-    (["--mae-checkpoint", "more.pt"], "more.pt does not fit the auto-encoder .*unexpected"),
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
 ]
 OF_SELECTION = [(["--max-ratio", "0.001"], "--max-ratio 0.001 must keep at least one of 144")]
@@ -102,15 +97,12 @@ class Code:
 def folder(tmp_path):
     """A folder with what the rows name."""
     (tmp_path / "runs/taken").mkdir(parents=True)
-    contents = {"damaged": '{"seed": 1', "edited": '{"seed": "1", "checksum": 1}', "null": "null"}
+    contents = {"damaged": '{"seed": 1', "edited": '{"seed": "1", "checksum": 1}', "null": "null", "other": "{}"}
     for name, content in contents.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "args.json").write_text(content)
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     saved = {"small.pt": small, "foreign.pt": {"model": 5}, "code.pt": {"model": Code()}}
-    model = spirl_mae.MaskedAutoencoder().state_dict()
-    saved["more.pt"] = {"model": model | {"unexpected": torch.zeros(2)}}
-    saved["less.pt"] = {"model": {name: value for name, value in model.items() if name != "norm.weight"}}
     agent = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 4).state_dict()
     for name, changed in (("agent.pt", {"env_id": "ALE/Seaquest-v5"}), ("wide.pt", {"agent_dim": 64})):
         args = vars(spirl_rainbow.Args(**changed))
@@ -149,13 +141,6 @@ def test_a_notebooks_plotting_backend_is_no_obstacle(tmp_path, script):
     done = shell(tmp_path, script, "--help", MPLBACKEND="module://matplotlib_inline.backend_inline")
     assert done.returncode == 0 and done.stdout.startswith("usage"), done.stderr
     assert done.stdout.endswith(SCRIPTS[script].__doc__.split("\n\n")[2] + "\n")  # help ends in commands to copy
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_what_tyro_says_itself(tmp_path, monkeypatch, capsys, script):
-    with pytest.raises(SystemExit) as stop:
-        run_here(tmp_path, monkeypatch, "--seed", "one", script=script)
-    assert stop.value.code == 2 and "--seed" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 SHARES = {"gamma", "mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "priority_exponent"}

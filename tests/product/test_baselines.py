@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import PLAY, SMALL, finished, in_background, run_here, scalars
+from conftest import PLAY, SMALL, files, finished, in_background, run_here, scalars
 
 import spirl_baselines as baselines
 import spirl_rainbow as spirl
@@ -111,8 +111,7 @@ def test_each_method_from_the_shell(each_method, method, steps, updates, protoco
     assert results["protocol"].startswith(protocol)
     assert [evaluation["step"] for evaluation in results["evaluations"]] == evaluated
     assert len(results["scores"]) == 3 and results["mean"] == pytest.approx(np.mean(results["scores"]))
-    names = {str(file.relative_to(path)) for file in path.rglob("*") if "." in file.name}
-    assert {name for name in names if "tfevents" not in name} == {"args.json", "agent.pt", "results.json"} | left
+    assert files(path) == {"args.json", "agent.pt", "results.json"} | left
     assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
     assert scalars(path).keys() >= {"charts/episodic_return", "charts/SPS", "eval/mean"}
     agent = torch.load(path / "agent.pt", weights_only=True)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import LOADED, MACHINE, SIZES, finished, in_background, run, scalars
+from conftest import LOADED, MACHINE, SIZES, files, finished, in_background, run, scalars
 from matplotlib.figure import Figure
 
 import spirl_mae
@@ -39,9 +39,8 @@ def again(folder):
 
 def test_a_run_leaves_what_the_readme_says(first):
     path, results, printed = first
-    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
     figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio"}
-    assert names == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
+    assert files(path) == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
     losses = results["held_out_losses"]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert [step for step, _ in scalars(path / "mae")["mae/loss"]] == [*range(24)]

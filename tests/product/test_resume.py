@@ -15,14 +15,11 @@ import pytest
 import torch
 from conftest import MACHINE, PLAY, PRETRAINING, ROOT, SIZES, SMALL, finished, in_background, run, run_here, scalars
 
-import spirl_mae
-
 # Short games and few of them: an evaluation is soon over.
 SHORT = ["--total-timesteps", "170", "--checkpoint-frequency", "20", "--eval-frequency", "90", "--eval-episodes", "1"]
 SPIRL = ["spirl_rainbow.py", *SMALL, *SHORT, "--mae-epochs", "3", "--max-episode-frames", "240"]
 DE_RAINBOW_P = ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150", *PLAY, *SHORT]
 MAE = ["spirl_mae.py", *SIZES, *PRETRAINING, *MACHINE, "--mae-epochs", "3", "--mae-mask-spread", "0.2"]
-EDITED = "its args.json is not as the run wrote it; put back what was changed$"
 
 
 def same_end(one, two):
@@ -47,8 +44,8 @@ def same_end(one, two):
 
 @in_background
 def whole(folder):
-    """The folders of a run of each script that was never stopped."""
-    return [finished(folder, script, *flags, script=script)[0] for script, *flags in (SPIRL, DE_RAINBOW_P, MAE)]
+    """Each script's folder of a run that was never stopped."""
+    return {script: finished(folder, script, *flags, script=script)[0] for script, *flags in (SPIRL, DE_RAINBOW_P, MAE)}
 
 
 def kill(folder, flags, instant):
@@ -66,7 +63,8 @@ def test_killed_at_random_instants(tmp_path, whole, request):
     kills, seed, survived = request.config.option.kills, random.randrange(10**6), 0
     if not kills:
         pytest.skip("takes 30 seconds a kill: --kills 20")
-    lasts = (whole[0] / "results.json").stat().st_mtime - (whole[0] / "args.json").stat().st_mtime
+    unstopped = whole[SPIRL[0]]
+    lasts = (unstopped / "results.json").stat().st_mtime - (unstopped / "args.json").stat().st_mtime
     print("seed", seed)
     rng = random.Random(seed)
     for number in range(kills):
@@ -78,7 +76,7 @@ def test_killed_at_random_instants(tmp_path, whole, request):
         if not (folder / "results.json").exists():  # or it was faster than the first run
             done = run(tmp_path, "--resume", f"{folder}/")
             assert done.returncode == 0, done.stderr[-2000:]
-            same_end(whole[0], folder)
+            same_end(unstopped, folder)
             survived += 1
     assert survived > kills / 2
 
@@ -120,79 +118,67 @@ runpy.run_path(script, run_name="__main__")
 
 def killed(folder, script_and_flags, *instants):
     """The folder of a run that is killed at each of the instants (where, call) in turn, going on in between."""
-    script, *flags = [*script_and_flags, "--run-name", "killed"]
+    script, *flags = [*script_and_flags, "--run-name", script_and_flags[0]]
     for where, call in instants:
         command = [sys.executable, "-c", KILLER, where, call, ROOT / script, *flags]
         done = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, (where, done.stderr[-2000:])
-        flags = ["--resume", "runs/killed"]
-    return folder / "runs/killed"
+        flags = ["--resume", f"runs/{script}"]
+    return folder / "runs" / script
 
 
 @in_background
-def killed_spirl(folder):
-    """SPIRL, killed in the second epoch of pre-training, in a game, and twice in a checkpoint."""
+def killed_runs(folder):
+    """SPIRL, killed in the second epoch of pre-training, in a game, and twice in a checkpoint; spirl_mae.py, killed in
+    its second epoch; DE-Rainbow-P, killed in a game: each script's folder, not gone on with."""
     in_a_checkpoint = ("a checkpoint half written", 1), ("a checkpoint not yet renamed", 2)
-    return killed(folder, SPIRL, ("an update", 4), ("an update", 34), *in_a_checkpoint)
-
-
-@in_background
-def killed_mae(folder):
-    """spirl_mae.py, killed in its second epoch; then it may end."""
-    path = killed(folder, MAE, ("an update", 4))
-    done = run(folder, "--resume", "runs/killed", script=MAE[0])
-    assert done.returncode == 0, done.stderr[-2000:]
-    return path
-
-
-@in_background
-def killed_baseline(folder):
-    """DE-Rainbow-P, killed in a game, and not gone on with."""
-    return killed(folder, DE_RAINBOW_P, ("an update", 30))
-
-
-def test_killed_at_chosen_instants(tmp_path, whole, killed_spirl, monkeypatch):
-    path = shutil.copytree(killed_spirl, tmp_path / "runs/killed")
-    known = torch.load(path / "checkpoint.pt", weights_only=True)["errors"]
-    end = run_here(tmp_path, monkeypatch, "--resume", path)
-    same_end(whole[0], path)
-    assert known and list(end["error_map"].errors.items())[: len(known)] == list(known.items())  # none computed again
-
-
-def test_pretraining_alone_goes_on(whole, killed_mae):
-    same_end(whole[2], killed_mae)
+    spirl = killed(folder, SPIRL, ("an update", 4), ("an update", 34), *in_a_checkpoint)
+    mae, baseline = killed(folder, MAE, ("an update", 4)), killed(folder, DE_RAINBOW_P, ("an update", 30))
+    return {SPIRL[0]: spirl, MAE[0]: mae, DE_RAINBOW_P[0]: baseline}
 
 
 @pytest.fixture
-def stopped(tmp_path, killed_baseline, monkeypatch):
-    """A copy of the killed baseline's folder, and a function that goes on with it."""
-    path = shutil.copytree(killed_baseline, tmp_path / "runs/killed")
-    return path, partial(run_here, tmp_path, monkeypatch, "--resume", path, script=DE_RAINBOW_P[0])
+def stopped(tmp_path, killed_runs, monkeypatch):
+    """stopped(script): a copy of its killed run's folder, and a function that goes on with it."""
+
+    def copy(script):
+        path = shutil.copytree(killed_runs[script], tmp_path / "runs/killed")
+        return path, partial(run_here, tmp_path, monkeypatch, "--resume", path, script=script)
+
+    return copy
+
+
+def test_killed_at_chosen_instants(whole, stopped):
+    path, go_on = stopped(SPIRL[0])
+    known = torch.load(path / "checkpoint.pt", weights_only=True)["errors"]
+    end = go_on()
+    same_end(whole[SPIRL[0]], path)
+    assert known and list(end["error_map"].errors.items())[: len(known)] == list(known.items())  # none computed again
+
+
+def test_pretraining_alone_goes_on(whole, stopped):
+    path, go_on = stopped(MAE[0])
+    go_on()
+    same_end(whole[MAE[0]], path)
 
 
 def test_a_baseline_goes_on_only_where_its_game_comes_back(whole, stopped, refused):
-    path, go_on = stopped
+    path, go_on = stopped(DE_RAINBOW_P[0])
     content = torch.load(path / "checkpoint.pt", weights_only=True)
     assert content["run"]["saved_step"] == 160  # in the middle of the second game:
     assert len(content["run"]["actions"]) == 60
     torch.save({**content, "observation": content["observation"] + 1}, path / "checkpoint.pt")  # another picture
-    arguments = json.loads((path / "args.json").read_text())
-    for name, value in (("num_atoms", 41), ("total_timesteps", 155), ("seed", "1")):
-        (path / "args.json").write_text(json.dumps({**arguments, name: value}))
-        with refused(f"--resume {path}: {EDITED}"):
-            go_on()
-    (path / "args.json").write_text(json.dumps(arguments))
     for message in ("the replayed game differs at step 160", "checkpoint.pt cannot be read as a checkpoint"):
         with refused(f".*{message}", begun=True):
             go_on()
         (path / "checkpoint.pt").write_bytes((path / "checkpoint.pt").read_bytes()[:1000])
     torch.save(content, path / "checkpoint.pt")
     go_on()
-    same_end(whole[1], path)
+    same_end(whole[DE_RAINBOW_P[0]], path)
 
 
 def test_a_run_begun_on_a_gpu_goes_on_without_one(stopped, refused, capsys):
-    path, go_on = stopped
+    path, go_on = stopped(DE_RAINBOW_P[0])
     content = torch.load(path / "checkpoint.pt", weights_only=True)
     state = torch.arange(16, dtype=torch.uint8)  # seed and offset, 8 bytes each: what a CUDA generator's state is
     torch.save({**content, "generator": state}, path / "checkpoint.pt")
@@ -208,14 +194,13 @@ def test_a_run_begun_on_a_gpu_goes_on_without_one(stopped, refused, capsys):
 
 def test_a_run_is_gone_on_with_once_at_a_time(stopped, refused):
     """The lock is the system's, on an open file: a killed holder leaves none behind, as the runs above show."""
-    path, go_on = stopped
+    path, go_on = stopped(DE_RAINBOW_P[0])
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     with (path / "args.json").open() as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         with refused(f"--resume {path}: another process is at work on this run; wait for it, or stop it$"):
             go_on()
     assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    go_on()
 
 
 @in_background
@@ -240,15 +225,9 @@ def test_ctrl_c_names_the_way_back(whole, interrupted):
     assert status == 130 and "Traceback" not in err
     lost = r"stopped; what came after step \d+ is lost; "
     assert re.fullmatch(rf"{lost}go on with: python .*spirl_baselines.py --resume runs/stopped", last), last
-    same_end(whole[1], path)
+    same_end(whole[DE_RAINBOW_P[0]], path)
 
 
-def test_resume_refuses_what_it_cannot_go_on_with(tmp_path, whole, monkeypatch, refused):
-    for name in ("other", "empty"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "other/args.json").write_text(json.dumps(vars(spirl_mae.Args())))  # of another script
-    with refused(f"--resume {whole[0]}: this run is finished; give an unfinished one"):
-        run_here(tmp_path, monkeypatch, "--resume", whole[0])
-    for folder in (tmp_path / "other", tmp_path / "empty", tmp_path / "nowhere"):
-        with refused(f"--resume {folder} is not the folder of an unfinished run of this script"):
-            run_here(tmp_path, monkeypatch, "--resume", folder)
+def test_a_finished_run_is_not_gone_on_with(tmp_path, whole, monkeypatch, refused):
+    with refused(f"--resume {whole[SPIRL[0]]}: this run is finished; give an unfinished one"):
+        run_here(tmp_path, monkeypatch, "--resume", whole[SPIRL[0]])
