@@ -34,7 +34,6 @@ def test_a_network_begins_as_the_authors_does(network, layers):
         weight = layer.weight.flatten(1)  # (out, in); of the convolution (64, 3 * 8 * 8)
         bound = math.sqrt(6 / sum(weight.shape))
         assert 0.97 * bound < weight.abs().max() <= bound and not layer.bias.any(), layer
-        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), layer
     norms = [layer for layer in modules if isinstance(layer, torch.nn.LayerNorm)]
     assert len(norms) >= 2 and all(norm.eps == 1e-6 for norm in norms)
     drawn = [p.flatten() for _ in range(30) for name, p in network().named_parameters() if "token" in name]

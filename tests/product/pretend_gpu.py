@@ -59,9 +59,6 @@ class OnGpu(torch.Tensor):
     def numpy(self):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
 
-    def __array__(self, *args, **kwargs):
-        self.numpy()
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})

