@@ -86,17 +86,17 @@ import os, runpy, signal, sys
 
 import torch
 
-where, left, script, *sys.argv[1:] = sys.argv[1:]
+where, left, *sys.argv = sys.argv[1:]
 left = int(left)
 
 
-def deadly(function, half=False):
+def deadly(function):
     def wrapped(*args, **more):
         global left
         counts = "checkpoint" not in where or "checkpoint.pt" in str(args[1]) and "/mae/" not in str(args[1])
         left -= counts
         if left == 0 and counts:
-            if half:
+            if where == "a checkpoint half written":
                 function(*args, **more)
                 os.truncate(args[1], os.path.getsize(args[1]) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -108,11 +108,10 @@ def deadly(function, half=False):
 if where == "an update":  # of the MAE or of the agent
     torch.nn.utils.clip_grad_norm_ = deadly(torch.nn.utils.clip_grad_norm_)
 elif where == "a checkpoint half written":
-    torch.save = deadly(torch.save, half=True)
+    torch.save = deadly(torch.save)
 else:  # a checkpoint not yet renamed
     os.replace = deadly(os.replace)
-sys.argv[0] = script
-runpy.run_path(script, run_name="__main__")
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
