@@ -167,6 +167,12 @@ def test_a_baseline_goes_on_only_where_its_game_comes_back(whole, stopped, refus
     assert content["run"]["saved_step"] == 160  # in the middle of the second game:
     assert len(content["run"]["actions"]) == 60
     torch.save({**content, "observation": content["observation"] + 1}, path / "checkpoint.pt")  # another picture
+    arguments = json.loads((path / "args.json").read_text())
+    for changed in ({"num_atoms": 41}, {"total_timesteps": 155}, {"seed": "1"}):
+        (path / "args.json").write_text(json.dumps(arguments | changed))
+        with refused(f"--resume {path}: its args.json is not as the run wrote it; put back what was changed$"):
+            go_on()
+    (path / "args.json").write_text(json.dumps(arguments))
     for message in ("the replayed game differs at step 160", "checkpoint.pt cannot be read as a checkpoint"):
         with refused(f".*{message}", begun=True):
             go_on()
