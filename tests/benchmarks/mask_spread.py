@@ -109,7 +109,7 @@ def measure(args, folder):
 
 
 def report():
-    """The table of every MAE that was measured, and tests/benchmarks/mask_spread.png: K and loss, fixed against spread."""
+    """The table of every MAE that was measured, and tests/benchmarks/mask_spread.png: K and loss, fixed and spread."""
     paths = sorted(RESULTS.glob("*.json"))
     print(f"| game | masks | frames x epochs, seed | loss at {', '.join(map(str, MASK_RATIOS))} | surroundings' error "
           "| of the flattest quarter | K, 5 % / median / 95 % of the frames, in % | smallest ratio for all 200 "
@@ -157,7 +157,6 @@ def report():
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     torch.set_num_threads(1)
-    spirl_mae.keep_freed_memory()
     if args.report:
         report()
     else:
