@@ -149,7 +149,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations; the best median is reported (400K: 50,000). 0: one, at the end
+    eval_frequency: int = 0  # 0: one evaluation, at the end; else steps between them (400K: 50,000): best median
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -941,7 +941,7 @@ def parse_args():
     # folder of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    title, about, commands, *_ = __doc__.split("\n\n")
+    title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
     try:
         parts = tyro.cli(dict, default=groups, description=f"{title}\n\n{about}", config=config)
     except SystemExit as end:
@@ -978,7 +978,7 @@ def open_run(args, run_dir, device):
         checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum}, indent=2))
-    lock = (run_dir / "args.json").open("r+")  # NFS locks only what is open for writing
+    lock = (run_dir / "args.json").open("r+")  # for writing, or NFS would not lock it
     try:
         import fcntl
 
@@ -989,15 +989,16 @@ def open_run(args, run_dir, device):
         pass
     if (run_dir / "results.json").exists():
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in a shell's background job
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
     print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
 def stop(*_):
-    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
-    run = globals().get("run")  # main's progress; not yet defined in pre-training
+    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
+    variables: run_dir, and run, which is not there yet in pre-training."""
+    run = globals().get("run")
     where = f"step {run.saved_step}" if run else "the last checkpoint"
     message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
@@ -1005,7 +1006,7 @@ def stop(*_):
     os._exit(130)
 
 
-# Flags of all three scripts that are shares, from 0 to 1, and all that may be 0.
+# Flags that are shares, from 0 to 1, and flags that may be 0: a list for all three scripts.
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
 MAY_BE_0 = SHARES | {"seed", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
@@ -1062,7 +1063,7 @@ def check_args(args):
     highest = 1 - 1 / num_patches - spread  # so that the encoder sees a patch
     if not spread <= args.mae_mask_ratio < highest:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} must be from --mae-mask-spread ({spread}) to below {highest:.3f}")
-    # Before learning starts a return must be known; after it one update must fit in.
+    # The first update needs an n-step return in the replay, and a step to happen in.
     latest = args.total_timesteps - args.train_frequency
     if not args.n_step < args.learning_starts <= latest:
         fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {latest}")
@@ -1080,9 +1081,9 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         probe = torch.zeros(1, device=name)
-        probe.double().item()
+        probe.double().item()  # fails on a device without float64, and on "meta", which has no values
         return probe.device
-    except Exception:  # absent, without float64, or, as "meta", without values
+    except Exception:
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -1154,8 +1155,8 @@ if __name__ == "__main__":
     if args.compile:
         c51_loss = torch.compile(c51_loss)
 
-    # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: its
-    # game's seed and actions restore it.
+    # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: a
+    # resume plays the game again, from its seed and its actions.
     run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin with the first game, or go on from the checkpoint.
@@ -1207,7 +1208,7 @@ if __name__ == "__main__":
 
             # Store, and begin the next game where one has ended.
             replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
-            if game_ended and not life_ended:  # cut off, no life lost: bootstrap from its last frame
+            if game_ended and not life_ended:  # cut off, no life lost: its returns bootstrap from its last frame
                 replay.append(*preprocess(observation[:, 0]), starts=False)
                 replay.truncate()
             if game_ended:
@@ -1216,7 +1217,7 @@ if __name__ == "__main__":
                 progress.set_postfix(score=run.score, games=len(run.training_scores))
                 run.score = 0.0
                 run.actions = []
-                # In place of the autoreset.
+                # Before the autoreset, which would take a step and choose the seed.
                 observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
             replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
@@ -1239,7 +1240,7 @@ if __name__ == "__main__":
             # Save. All of this step is done, so a run resumed here begins with the next one.
             due = args.checkpoint_frequency and (step + 1) % args.checkpoint_frequency == 0
             if due or step + 1 == eval_step:
-                # Clips nothing, but raises RuntimeError where a gradient is not finite: the checkpoint before stands.
+                # Clips nothing, but raises RuntimeError where a gradient is not finite: the last good checkpoint stays.
                 nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)
                 writer.flush()
                 run.seconds = time.perf_counter() - start_time

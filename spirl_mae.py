@@ -106,8 +106,8 @@ class SelectionArgs:
     """Which patches of a frame are salient."""
 
     max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's, else mr* (Appendix B.5)
-    # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
-    # divides the curve's rise over two patches by one patch's step: what it takes for 1 is a slope of 0.5
+    # dynamic-K keeps the patches whose error is above about this share of the frame's mean: the slope at which it cuts
+    # the Lorenz curve. The paper's 45 degrees are a slope of 1; the authors' code in effect cuts at 0.5, as we do
     lorenz_slope: float = 0.5
     # mr* keeps every salient patch of more than this share of the frames (Appendix B.5); spirl_rainbow.py, which takes
     # mr* only where neither --max-ratio nor Table 13 has a ratio, computes it with 0.999
@@ -809,7 +809,7 @@ def parse_args():
     # folder of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    title, about, commands, *_ = __doc__.split("\n\n")
+    title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
     try:
         parts = tyro.cli(dict, default=groups, description=f"{title}\n\n{about}", config=config)
     except SystemExit as end:
@@ -846,7 +846,7 @@ def open_run(args, run_dir, device):
         checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum}, indent=2))
-    lock = (run_dir / "args.json").open("r+")  # NFS locks only what is open for writing
+    lock = (run_dir / "args.json").open("r+")  # for writing, or NFS would not lock it
     try:
         import fcntl
 
@@ -857,15 +857,16 @@ def open_run(args, run_dir, device):
         pass
     if (run_dir / "results.json").exists():
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in a shell's background job
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
     print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
 def stop(*_):
-    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
-    run = globals().get("run")  # main's progress; not yet defined in pre-training
+    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
+    variables: run_dir, and run, which is not there yet in pre-training."""
+    run = globals().get("run")
     where = f"step {run.saved_step}" if run else "the last checkpoint"
     message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
@@ -873,7 +874,7 @@ def stop(*_):
     os._exit(130)
 
 
-# Flags of all three scripts that are shares, from 0 to 1, and all that may be 0.
+# Flags that are shares, from 0 to 1, and flags that may be 0: a list for all three scripts.
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
 MAY_BE_0 = SHARES | {"seed", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
@@ -933,9 +934,9 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         probe = torch.zeros(1, device=name)
-        probe.double().item()
+        probe.double().item()  # fails on a device without float64, and on "meta", which has no values
         return probe.device
-    except Exception:  # absent, without float64, or, as "meta", without values
+    except Exception:
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 

@@ -23,9 +23,9 @@ Shape letters, with their values at the paper's sizes:
     H, W  height and width of a frame (96)
     N     patches of a frame (144)
     C     values of a patch (192 = 8 x 8 x 3)
-    V     visible patches, which the encoder is given (36 in pre-training, 8 in Eq. (3), L for the agent)
     K     patches of a frame that were selected
     L     the same with padding, as the agent gets them (50 on Frostbite)
+    V     visible patches, which the encoder is given (36 in pre-training, 8 in Eq. (3), L for the agent)
     S     frames stacked (4)
     M     3x3 neighbourhoods of patches
     T     tokens
@@ -88,7 +88,7 @@ class RunArgs:
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
-    agent_checkpoint: str | None = None  # an agent.pt to watch: it learns nothing; needs its MAE's --mae-checkpoint
+    agent_checkpoint: str | None = None  # an agent.pt to watch, without training; needs its MAE's --mae-checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -125,8 +125,8 @@ class SelectionArgs:
 
     selection: Literal["dynamic", "fixed"] = "dynamic"  # K by the frame's Lorenz curve, or always the maximum
     max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's, else mr* (Appendix B.5)
-    # slope of the Lorenz curve where dynamic-K cuts it; the paper's 45 degrees are a slope of 1, but the authors' code
-    # divides the curve's rise over two patches by one patch's step: what it takes for 1 is a slope of 0.5
+    # dynamic-K keeps the patches whose error is above about this share of the frame's mean: the slope at which it cuts
+    # the Lorenz curve. The paper's 45 degrees are a slope of 1; the authors' code in effect cuts at 0.5, as we do
     lorenz_slope: float = 0.5
 
 
@@ -134,7 +134,7 @@ class SelectionArgs:
 class AgentArgs:
     """What the agent is made of."""
 
-    padding: Literal["zero", "token", "mask"] = "zero"  # unused slots: zeros, a trainable [pad], or masked (Table 14)
+    padding: Literal["zero", "token", "mask"] = "zero"  # what is past K: zeros, a trainable [pad], or masked (Table 14)
     pooling: Literal["cls", "mean"] = "cls"  # a frame's vector: that of a [cls], or the patches' mean (Table 15)
     agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
     agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
@@ -165,7 +165,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations; the best median is reported (400K: 50,000). 0: one, at the end
+    eval_frequency: int = 0  # 0: one evaluation, at the end; else steps between them (400K: 50,000): best median
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -1096,7 +1096,7 @@ def load_agent(path, args):
         asked_for = getattr(args, name)
         if trained_with != asked_for:
             flag = f"--{name.replace('_', '-')}"
-            fail(f"{path} was trained with {flag} {trained_with}, not {asked_for}; give the same (None: no {flag})")
+            fail(f"{path} was trained with {flag} {trained_with}, not {asked_for}; give the same (None: leave it out)")
     return content
 
 
@@ -1121,7 +1121,7 @@ def parse_args():
     # folder of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    title, about, commands, *_ = __doc__.split("\n\n")
+    title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
     try:
         parts = tyro.cli(dict, default=groups, description=f"{title}\n\n{about}", config=config)
     except SystemExit as end:
@@ -1158,7 +1158,7 @@ def open_run(args, run_dir, device):
         checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum}, indent=2))
-    lock = (run_dir / "args.json").open("r+")  # NFS locks only what is open for writing
+    lock = (run_dir / "args.json").open("r+")  # for writing, or NFS would not lock it
     try:
         import fcntl
 
@@ -1169,15 +1169,16 @@ def open_run(args, run_dir, device):
         pass
     if (run_dir / "results.json").exists():
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in a shell's background job
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
     print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
 def stop(*_):
-    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill."""
-    run = globals().get("run")  # main's progress; not yet defined in pre-training
+    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
+    variables: run_dir, and run, which is not there yet in pre-training."""
+    run = globals().get("run")
     where = f"step {run.saved_step}" if run else "the last checkpoint"
     message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
@@ -1185,7 +1186,7 @@ def stop(*_):
     os._exit(130)
 
 
-# Flags of all three scripts that are shares, from 0 to 1, and all that may be 0.
+# Flags that are shares, from 0 to 1, and flags that may be 0: a list for all three scripts.
 SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
 SHARES |= {"priority_exponent", "priority_weight"}
 MAY_BE_0 = SHARES | {"seed", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
@@ -1233,7 +1234,7 @@ def check_args(args):
         fail("--agent-checkpoint needs --mae-checkpoint: the mae.pt that the agent was trained with")
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
-    # Before learning starts a return must be known; after it one update must fit in.
+    # The first update needs an n-step return in the replay, and a step to happen in.
     latest = args.total_timesteps - args.train_frequency
     if not args.n_step < args.learning_starts <= latest:
         fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {latest}")
@@ -1254,9 +1255,9 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         probe = torch.zeros(1, device=name)
-        probe.double().item()
+        probe.double().item()  # fails on a device without float64, and on "meta", which has no values
         return probe.device
-    except Exception:  # absent, without float64, or, as "meta", without values
+    except Exception:
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
@@ -1307,7 +1308,7 @@ if __name__ == "__main__":
     envs = make_envs(args, 1)
     num_actions = envs.single_action_space.n
     error_map = ErrorMapCache(mae)
-    preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)
+    preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)  # frames -> patches, K
     trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads, args.padding, args.pooling)
     trunk_dim = args.frame_stack * args.agent_dim
     frame_shape = (max_patches, args.encoder_dim)
@@ -1326,8 +1327,8 @@ if __name__ == "__main__":
     if args.compile:
         c51_loss = torch.compile(c51_loss)
 
-    # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: its
-    # game's seed and actions restore it.
+    # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: a
+    # resume plays the game again, from its seed and its actions.
     run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin with the first game, or go on from the checkpoint.
@@ -1384,7 +1385,7 @@ if __name__ == "__main__":
 
             # Store, and begin the next game where one has ended.
             replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
-            if game_ended and not life_ended:  # cut off, no life lost: bootstrap from its last frame
+            if game_ended and not life_ended:  # cut off, no life lost: its returns bootstrap from its last frame
                 replay.append(*preprocess(observation[:, 0]), starts=False)
                 replay.truncate()
             if game_ended:
@@ -1393,7 +1394,7 @@ if __name__ == "__main__":
                 progress.set_postfix(score=run.score, games=len(run.training_scores))
                 run.score = 0.0
                 run.actions = []
-                # In place of the autoreset.
+                # Before the autoreset, which would take a step and choose the seed.
                 observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
             replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
@@ -1417,7 +1418,7 @@ if __name__ == "__main__":
             # Save. All of this step is done, so a run resumed here begins with the next one.
             due = args.checkpoint_frequency and (step + 1) % args.checkpoint_frequency == 0
             if due or step + 1 == eval_step:
-                # Clips nothing, but raises RuntimeError where a gradient is not finite: the checkpoint before stands.
+                # Clips nothing, but raises RuntimeError where a gradient is not finite: the last good checkpoint stays.
                 nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)
                 writer.flush()
                 run.seconds = time.perf_counter() - start_time
@@ -1435,8 +1436,8 @@ if __name__ == "__main__":
                     torch.save(checkpoint, path)
                 run.saved_step = step + 1
 
-        # Evaluate, with a copy of the known errors: an error's last digits depend on what else was computed with it,
-        # and training should not change with the number of evaluations.
+        # Evaluate, with a copy of the error map's cache: what is computed together changes an error's last digits, so
+        # if evaluation filled training's cache, evaluating more often would change training.
         eval_error_map = ErrorMapCache(mae)
         eval_error_map.errors.update(error_map.errors)
         eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)
@@ -1449,7 +1450,7 @@ if __name__ == "__main__":
         if best["step"] == eval_step:  # the best so far
             agent = {"model": online.state_dict(), "args": vars(args), "step": eval_step, "max_patches": max_patches}
             with atomic(run_dir / "agent.pt") as path:
-                torch.save(trained or agent, path)
+                torch.save(trained or agent, path)  # a watched agent as it was
             marked = []
             for frame, state in recording:
                 errors = eval_error_map(torch.from_numpy(frame[None]))
