@@ -13,7 +13,8 @@ SPIRL's MAE has training frames. MAE-All sees the embeddings of all patches of a
         python spirl_baselines.py --method mae-all --mae-checkpoint tests/weights/Frostbite.pt
 
 New here, compared with spirl_rainbow.py: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`,
-`PatchTransformer`, the flag `--method`, and the branches on it in `make_envs`, `check_args` and main.
+`PatchTransformer`, `attended_patches`, the flag `--method`, and the branches on it in `make_envs`, `check_args` and
+main. Nothing here sets `present` or `wanted`, which serve the error map.
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 replay, 5 agent, 6 evaluation, 7 files and the command
 line, 8 main.
@@ -136,7 +137,7 @@ class TrainingArgs:
 
     total_timesteps: int = 100_000  # agent steps, of four game frames each (Table 12: 100K; Table 10: 400K)
     learning_starts: int = 1600  # uniformly random steps before the first update (Table 10)
-    train_frequency: int = 1  # steps per update (Table 10: 1 in the 100K setting, so 98,400 updates; 4 at 400K)
+    train_frequency: int = 1  # steps per update (Table 10: 1 at 100K, so 98,400 updates; 4 at 400K)
     buffer_size: int = 100_000  # frames in the replay (Table 10: 100K or 400K)
     batch_size: int = 32  # transitions per update (Rainbow: 32)
     n_step: int = 20  # steps of a multi-step return (Table 10)
@@ -149,7 +150,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # 0: one evaluation, at the end; else steps between them (400K: 50,000): best median
+    eval_frequency: int = 0  # steps between evaluations; the best median is reported (400K: 50,000); 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -204,8 +205,8 @@ def game_seeds(seed, *purpose, num=1):
 
 
 # -------------------------------------------------------------------------------------------- 3. Model and pre-training
-# The same text as in spirl_mae.py, but for `embed_all_patches`: whoever has read it there may go on with section 4,
-# which with section 5 is as in spirl_rainbow.py, but for `DataEfficientCNN` and `prepare_pixels`.
+# The same text as in spirl_mae.py, but for `embed_all_patches` and `prepare_pixels`: whoever has read it there may go
+# on with section 4, which with section 5 is as in spirl_rainbow.py, but for `DataEfficientCNN` and `PatchTransformer`.
 
 
 def sincos_positions(dim, side):
@@ -478,8 +479,8 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
 @torch.no_grad()
 def embed_all_patches(mae, frames):
     """What MAE-All sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16 on the MAE's
-    device, and counts (B,) as below. The encoder's [cls] is dropped, and the positions are added again: they are the
-    agent's positional embedding (Table 13)."""
+    device, and counts (B,), all 1: there is a frame. The encoder's [cls] is dropped, and the positions are added again:
+    they are the agent's positional embedding (Table 13)."""
     frames = torch.from_numpy(frames).to(mae.pos_embed.device)
     ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)  # (B, N)
     latent = mae.encode(mae.patchify(frames), ids)[:, 1:]
@@ -511,7 +512,7 @@ class Replay:
         self.alpha = alpha
         with torch.device(device):
             self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
-            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K of a frame: its other patches are padding
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K of a frame, the rest is padding; or 1: a frame
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
@@ -997,9 +998,9 @@ def open_run(args, run_dir, device):
 
 def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
-    variables: run_dir, and run, which is not there yet in pre-training."""
+    variables: run_dir, and run, which is there once training begins."""
     run = globals().get("run")
-    where = f"step {run.saved_step}" if run else "the last checkpoint"
+    where = f"step {run.saved_step}" if run and run.saved_step else "the last checkpoint"
     message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
     sys.stdout.flush()
@@ -1108,7 +1109,7 @@ if __name__ == "__main__":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
         run_mae_path = run_dir / "mae.pt"
-        source_path = run_mae_path if run_mae_path.exists() else args.mae_checkpoint
+        source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
         if source_path is not None:
             load_mae(source_path, mae, args)
     lock = open_run(args, run_dir, device)  # nothing is created before this

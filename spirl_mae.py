@@ -105,7 +105,7 @@ class PretrainingArgs:
 class SelectionArgs:
     """Which patches of a frame are salient."""
 
-    max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's, else mr* (Appendix B.5)
+    max_ratio: float | None = None  # largest share of patches kept; without it Table 13's, for other games mr* (B.5)
     # dynamic-K keeps the patches whose error is above about this share of the frame's mean: the slope at which it cuts
     # the Lorenz curve. The paper's 45 degrees are a slope of 1; the authors' code in effect cuts at 0.5, as we do
     lorenz_slope: float = 0.5
@@ -865,9 +865,9 @@ def open_run(args, run_dir, device):
 
 def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
-    variables: run_dir, and run, which is not there yet in pre-training."""
+    variables: run_dir, and run, which is there once training begins."""
     run = globals().get("run")
-    where = f"step {run.saved_step}" if run else "the last checkpoint"
+    where = f"step {run.saved_step}" if run and run.saved_step else "the last checkpoint"
     message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
     sys.stdout.flush()

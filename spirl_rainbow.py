@@ -124,7 +124,7 @@ class SelectionArgs:
     """Which patches of a frame are salient."""
 
     selection: Literal["dynamic", "fixed"] = "dynamic"  # K by the frame's Lorenz curve, or always the maximum
-    max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's, else mr* (Appendix B.5)
+    max_ratio: float | None = None  # largest share of patches kept; without it Table 13's, for other games mr* (B.5)
     # dynamic-K keeps the patches whose error is above about this share of the frame's mean: the slope at which it cuts
     # the Lorenz curve. The paper's 45 degrees are a slope of 1; the authors' code in effect cuts at 0.5, as we do
     lorenz_slope: float = 0.5
@@ -152,7 +152,7 @@ class TrainingArgs:
 
     total_timesteps: int = 100_000  # agent steps, of four game frames each (Table 12: 100K; Table 10: 400K)
     learning_starts: int = 1600  # uniformly random steps before the first update (Table 10)
-    train_frequency: int = 1  # steps per update (Table 10: 1 in the 100K setting, so 98,400 updates; 4 at 400K)
+    train_frequency: int = 1  # steps per update (Table 10: 1 at 100K, so 98,400 updates; 4 at 400K)
     buffer_size: int = 100_000  # frames in the replay (Table 10: 100K or 400K)
     batch_size: int = 32  # transitions per update (Rainbow: 32)
     n_step: int = 20  # steps of a multi-step return (Table 10)
@@ -165,7 +165,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # 0: one evaluation, at the end; else steps between them (400K: 50,000): best median
+    eval_frequency: int = 0  # steps between evaluations; the best median is reported (400K: 50,000); 0: one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -668,7 +668,7 @@ class Replay:
         self.alpha = alpha
         with torch.device(device):
             self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
-            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K of a frame: its other patches are padding
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K of a frame, the rest is padding; or 1: a frame
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
@@ -1177,9 +1177,9 @@ def open_run(args, run_dir, device):
 
 def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
-    variables: run_dir, and run, which is not there yet in pre-training."""
+    variables: run_dir, and run, which is there once training begins."""
     run = globals().get("run")
-    where = f"step {run.saved_step}" if run else "the last checkpoint"
+    where = f"step {run.saved_step}" if run and run.saved_step else "the last checkpoint"
     message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
     sys.stdout.flush()
@@ -1277,7 +1277,7 @@ if __name__ == "__main__":
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id)  # None for other games: mr*, set below
     run_mae_path = run_dir / "mae.pt"
-    source_path = run_mae_path if run_mae_path.exists() else args.mae_checkpoint
+    source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
     if source_path is not None:
         salient_counts = load_mae(source_path, mae, args)
         if max_ratio is None and salient_counts.get("lorenz_slope") != args.lorenz_slope:

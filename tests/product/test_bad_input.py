@@ -1,11 +1,13 @@
 """Bad input, to all three scripts: one line that names the flag, what is wrong and what would work; exit status 2."""
 
 import dataclasses
+import json
 import os
 import random
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,8 @@ ROWS += [
     ("spirl_rainbow.py", ["--mae-checkpoint", "empty.pt", "--mae-frames", "500"], "--mae-frames is for pre-training"),
     ("spirl_rainbow.py", ["--mae-checkpoint", "pong.pt", "--env-id", "ALE/Pong-v5"], "pong.pt has no counts"),
     ("spirl_rainbow.py", ["--agent-checkpoint", "agent.pt"], "--agent-checkpoint needs --mae-checkpoint"),
+    ("spirl_baselines.py", [*MAE_ALL, "--run-name", "taken"], "--run-name taken: runs/taken already exists"),
+    ("spirl_rainbow.py", [*WATCH, "deep.pt"], "deep.pt was trained with --decoder-depth 2, not 3; give the same"),
     ("spirl_rainbow.py", [*WATCH, "nowhere.pt"], "there is no file"),
     ("spirl_rainbow.py", [*WATCH, "right.pt"], "right.pt is not an agent.pt of this script"),
     ("spirl_rainbow.py", [*WATCH, "agent.pt"], "agent.pt was trained with --env-id ALE/Seaquest-v5, not .*; give the"),
@@ -96,14 +100,23 @@ class Code:
 def folder(tmp_path):
     """A folder with what the rows name."""
     (tmp_path / "runs/taken").mkdir(parents=True)
-    contents = {"damaged": '{"seed": 1', "null": "null", "other": "{}"}
+    (tmp_path / "runs/taken/mae.pt").touch()  # of another game, perhaps
+    contents = {
+        "damaged": '{"seed": 1',
+        "null": "null",
+        "other": json.dumps({"foreign": 1, "checksum": zlib.crc32(b'{"foreign": 1}')}),
+    }
     for name, content in contents.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "args.json").write_text(content)
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     saved = {"small.pt": small, "foreign.pt": {"model": 5}, "code.pt": {"model": Code()}}
     agent = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 4).state_dict()
-    for name, changed in (("agent.pt", {"env_id": "ALE/Seaquest-v5"}), ("wide.pt", {"agent_dim": 64})):
+    for name, changed in (
+        ("agent.pt", {"env_id": "ALE/Seaquest-v5"}),
+        ("wide.pt", {"agent_dim": 64}),
+        ("deep.pt", {"decoder_depth": 2}),
+    ):
         args = vars(spirl_rainbow.Args(**changed))
         saved[name] = {"model": agent, "args": args, "step": 100, "max_patches": 50}
     for name, content in saved.items():

@@ -110,6 +110,8 @@ def test_the_reconstruction_figure(trained_mae, random_play, drawn, monkeypatch)
     rebuilt = spirl_mae.rebuild_from_surroundings(trained_mae, frames)
     errors = spirl_mae.reconstruction_error_map(trained_mae, frames)
     rows = np.array(drawn[0].axes[: 6 * len(frames)]).reshape(len(frames), 6)
+    titles = [axis.get_title().split("\n")[-1] for axis in rows[0, 3:]]
+    assert titles == ["[mask] + positions", "positions", "[mask]"]  # in the order of decoder_pictures
     for row, frame, patches, error in zip(rows, frames, rebuilt, errors, strict=True):
         expected = [frame, patches, error.view(12, 12), *spirl_mae.decoder_pictures(trained_mae)]
         for axis, picture in zip(row, expected, strict=True):
@@ -144,7 +146,8 @@ def test_the_selection_figures(trained_mae, random_play, drawn, marked):
         for picture, most in zip(pictures, (k, 28, 14), strict=True):
             assert marked.pop(0) == set(ids[:most])
             assert np.array_equal(shown(picture), frame) and picture.get_title().endswith(f" {most}")
-    assert len(drawn[0].legends[0].get_texts()) == 4  # each once, not in each column
+    legend = [text.get_text().split()[0] for text in drawn[0].legends[0].get_texts()]
+    assert legend == ["Lorenz", "slope", "the", "kept"]  # each once, not in each column
 
     spirl_mae.draw_salient_patches(trained_mae, frames, errors, 144, 0.5, None)
     assert "at most 144" in drawn[1].get_suptitle()
@@ -172,4 +175,4 @@ def test_the_max_ratio_figure(drawn):
     assert heights == pytest.approx({2.5: 30.0, 7.5: 50.0, 32.5: 15.0, 37.5: 5.0})
     assert [line.get_xdata()[0] for line in axis.get_lines()] == [40.0, 35.0]
     ideal, in_use = (text.get_text() for text in drawn[0].legends[0].get_texts())
-    assert "= 40 %: 100.00 %" in ideal and "= 35 %: 95.00 %" in in_use
+    assert ideal.startswith("mr* = 40 %: 100.00 %") and in_use.startswith("maximal ratio in use = 35 %: 95.00 %")
