@@ -991,10 +991,12 @@ def attended_patches(trunk, state, patch_ids):
 
 def mark_patches(frame, selected, attended, side):
     """A NumPy frame (H, W, 3) four times as large, (4 H, 4 W, 3): the selected patches outlined in red, the attended
-    ones in yellow."""
+    ones in yellow, all others dark."""
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
+    others = np.setdiff1d(np.arange(side**2), selected)
+    patches[others // side, others % side] //= 3
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
     for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):  # red, yellow

@@ -155,12 +155,12 @@ def test_the_selection_figures(trained_mae, random_play, drawn, marked):
     assert all(f"{k} of 144" in axis.get_title() for axis, k in zip(drawn[1].axes, count.tolist()))
 
 
-def test_selected_patches_are_red_and_attended_ones_yellow():
+def test_selected_patches_are_red_attended_ones_yellow_and_others_dark():
     frame = np.full((16, 16, 3), 7, np.uint8)
     picture = spirl.mark_patches(frame, [1, 2], [2], 2)
-    for i, colour in enumerate([(7, 7, 7), (255, 0, 0), (255, 255, 0), (7, 7, 7)]):
+    for i, colour in enumerate([(2, 2, 2), (255, 0, 0), (255, 255, 0), (2, 2, 2)]):
         patch = picture[i // 2 * 32 :, i % 2 * 32 :][:32, :32]
-        assert patch.shape == (32, 32, 3) and (patch[2:-2, 2:-2] == 7).all()
+        assert patch.shape == (32, 32, 3) and (patch[2:-2, 2:-2] == (7 if i in (1, 2) else 2)).all()
         for edge in (patch[:2], patch[-2:], patch[:, :2], patch[:, -2:]):
             assert (edge == colour).all(), i
     assert (frame == 7).all()
