@@ -90,7 +90,7 @@ class RunArgs:
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
-    threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
+    threads: int = 1  # CPU threads for PyTorch; more gain little, and lose much where other programs are at work
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
     capture_video: bool = False  # save the reported evaluation's first game (up to 1,000 steps) as videos/policy.gif
     compile: bool = False  # torch.compile the loss: the same up to rounding. For GPUs (Triton); gains little on a CPU
@@ -156,7 +156,7 @@ class TrainingArgs:
 
 @dataclass
 class Args(RunArgs, PretrainingArgs, AgentArgs, TrainingArgs):
-    """The baselines of SPIRL: Data-Efficient Rainbow, DE-Rainbow-P and MAE-All."""
+    """All of them: each base class is a group of --help."""
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
@@ -205,8 +205,8 @@ def game_seeds(seed, *purpose, num=1):
 
 
 # -------------------------------------------------------------------------------------------- 3. Model and pre-training
-# The same text as in spirl_mae.py, but for `embed_all_patches` and `prepare_pixels`: whoever has read it there may go
-# on with section 4, which with section 5 is as in spirl_rainbow.py, but for `DataEfficientCNN` and `PatchTransformer`.
+# The same text as in spirl_mae.py, but for `embed_all_patches` and `prepare_pixels`. Sections 4 and 5 are as in
+# spirl_rainbow.py, but for `DataEfficientCNN` and `PatchTransformer`.
 
 
 def sincos_positions(dim, side):
@@ -225,7 +225,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. `rows` says of which tokens z is wanted, by default of all; they still attend to every token."""
+    False. `rows` indexes the tokens (B, T) of which z is wanted, by default all; these still attend to every token."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -339,9 +339,8 @@ class MaskedAutoencoder(nn.Module):
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
-        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
-        (B, V). With `wanted` (B,), one patch id for each frame, only that patch, (B, C): the last layer then computes
-        no other."""
+        """All N patches (B, N, C), normalised as in Eq. (2), from encode's `latent` (B, 1+V, D) and its `ids` (B, V).
+        With `wanted` (B,), one patch id a frame, only that patch, (B, C): the last layer then computes no other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D)
         places = ids[..., None].expand(-1, -1, x.shape[2])
         tokens = self.mask_token.expand(len(x), self.num_patches, -1)  # (B, N, D)
@@ -360,7 +359,7 @@ class MaskedAutoencoder(nn.Module):
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
         """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, C), mask (B, N): 0 keep, 1 removed). The loss
-        is over all patches, visible and masked. `generator` draws the masks on the frames' device."""
+        is over all patches, visible and masked. `generator`, on the frames' device, draws the masks."""
         patches = self.patchify(frames)
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
         num_visible = int(self.num_patches * (1 - mask_ratio))
@@ -407,8 +406,8 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
-    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
-    `held_out`. Returns the latter, a list with one loss per epoch.
+    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
+    `held_out`, a list, one per epoch.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -512,7 +511,7 @@ class Replay:
         self.alpha = alpha
         with torch.device(device):
             self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
-            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K of a frame, the rest is padding; or 1: a frame
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K, the rest is padding; 1 where nothing is padded
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
@@ -746,8 +745,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
-    actions taken), grad_norm. Nothing here waits for a GPU: where a gradient is not finite, the weights are nan from
-    then on, and main, which checks the gradients before it saves, stops the run."""
+    actions taken), grad_norm. A gradient that is not finite turns the weights to nan; main looks for that only before
+    it saves, since a look at each update would make a GPU wait."""
     slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -799,7 +798,7 @@ def evaluate(args, network, preprocess):
         random = rng.integers(envs.single_action_space.n, size=len(playing))
         is_random = rng.random(len(playing)) < args.eval_epsilon
         actions[playing] = np.where(is_random, random, greedy)
-        observation, reward, terminated, truncated, _ = envs.step(actions)
+        observation, reward, terminated, truncated, _ = envs.step(actions)  # games that are over go on, uncounted
         scores[playing] += reward[playing]
         over = terminated | truncated
         playing = playing[~over[playing]]
@@ -851,7 +850,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Red and yellow: all that the agent sees. Yellow: the fewest with 60 % of its attention to them")
+    figure.suptitle("Outlined: all that the agent sees. Yellow: the fewest that get 60 % of its attention to these")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -940,8 +939,8 @@ def fail(message):
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names, and of the command line only
     --device and --threads."""
-    # Args' base classes are the groups of --help; their names are no part of a flag. DisallowNone: "--resume None" is a
-    # folder of that name.
+    # Args' base classes are the groups of --help; OmitArgPrefixes keeps their names out of the flags. DisallowNone:
+    # "--resume None" is a folder of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
@@ -952,12 +951,12 @@ def parse_args():
             print(commands)
         raise
     args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
-    given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
-    if "--resume" not in given:
+    if args.resume is None:
         return args
-    if given - {"--resume", "--device", "--threads"}:
+    given = {word[2:].partition("=")[0] for word in sys.argv if word.startswith("--")}
+    if given - {"resume", "device", "threads"}:
         fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
-    changed = {name: getattr(args, name) for name in ("resume", "device", "threads") if f"--{name}" in given}
+    changed = {name: getattr(args, name) for name in given}
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
@@ -971,9 +970,9 @@ def parse_args():
 
 
 def open_run(args, run_dir, device):
-    """Create the run's folder, or with --resume take the one that is there. Exits with one line where the run is
-    finished, or another process works on it. Keep the returned file open: it holds the lock, which the system frees
-    when the process ends, even by a kill."""
+    """Create the run's folder, or with --resume take the one that is there, and let Ctrl-C say how to go on. Exits with
+    one line where the run is finished, or another process works on it. Keep the returned file open: it holds the lock,
+    which the system frees when the process ends, even by a kill."""
     if not args.resume:
         if run_dir.exists():
             fail(f"--run-name {args.run_name}: {run_dir} already exists; give another name")
@@ -994,7 +993,7 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
+    print(f"--device {device}, --threads {args.threads}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -1038,19 +1037,16 @@ def check_each(args):
 def check_args(args):
     """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
-    num_patches = (args.image_size // args.patch_size) ** 2
-    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
-    # Flags that the method, or --mae-checkpoint, would leave unread.
+    # Flags that the method, or --mae-checkpoint, would leave unread. (DE-Rainbow-P does read --mae-frames.)
     for name, value in vars(args).items():
-        random_steps = args.method == "de-rainbow-p" and name == "mae_frames"  # which it does read
-        if value == getattr(Args, name) or random_steps:
+        if value == getattr(Args, name) or (name == "mae_frames" and args.method == "de-rainbow-p"):
             continue
         of_mae = name.startswith(("mae_", "image_", "patch_", "encoder_", "decoder_", "agent_"))
-        of_pretraining = name.startswith("mae_") and name != "mae_checkpoint"
         if of_mae and args.method != "mae-all":
             fail(f"--{name.replace('_', '-')} is not for --method {args.method}; leave it out")
-        if of_pretraining and args.mae_checkpoint is not None:
+        if args.mae_checkpoint is not None and name.startswith("mae_") and name != "mae_checkpoint":
             fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
+    num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
         fail(f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number, at least 3")
     for part in ("encoder", "decoder", "agent"):
@@ -1058,6 +1054,7 @@ def check_args(args):
         heads = getattr(args, f"{part}_heads")
         if dim % heads or (part != "agent" and dim % 4):  # sine-cosine positions need it
             fail(f"--{part}-dim {dim} must be a multiple of --{part}-heads {heads}; encoder and decoder also of 4")
+    num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     if args.method == "mae-all" and num_frames < args.mae_batch_size:
         fail(f"--mae-frames {num_frames} must be at least --mae-batch-size {args.mae_batch_size}")
     if args.method == "de-rainbow-p" and num_frames <= args.n_step:
@@ -1106,7 +1103,7 @@ if __name__ == "__main__":
     run_name = args.run_name or f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"
     run_dir = Path(args.resume or f"runs/{run_name}")
 
-    # MAE-All's is this run's own mae.pt (after a resume), else --mae-checkpoint, else one is pre-trained below.
+    # MAE-All's MAE is this run's own mae.pt (after a resume), else --mae-checkpoint, else one is pre-trained below.
     if args.method == "mae-all":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
@@ -1156,7 +1153,7 @@ if __name__ == "__main__":
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     if args.compile:
-        c51_loss = torch.compile(c51_loss)
+        c51_loss = torch.compile(c51_loss)  # `learn` calls it by this name
 
     # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: a
     # resume plays the game again, from its seed and its actions.
@@ -1258,7 +1255,7 @@ if __name__ == "__main__":
                 }
                 with atomic(checkpoint_path) as path:
                     torch.save(checkpoint, path)
-                run.saved_step = step + 1
+                run.saved_step = step + 1  # only now: Ctrl-C names the last step that is on disk
 
         # Evaluate.
         scores, recording = evaluate(args, online, preprocess)
@@ -1285,7 +1282,7 @@ if __name__ == "__main__":
     envs.close()
     writer.close()
     scores = best["scores"]
-    measure = "mean of the final weights"
+    measure = "mean score of the final weights"
     if len(run.evaluations) > 1:
         measure = "best median of the evaluations during training"
     results = {
@@ -1304,10 +1301,10 @@ if __name__ == "__main__":
         "updates": run.updates,
         "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),
-        "threads": torch.get_num_threads(),
+        "threads": args.threads,
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     with atomic(run_dir / "results.json") as path:
         path.write_text(json.dumps(results, indent=2))
     checkpoint_path.unlink()
-    print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")
+    print(f"{measure}: mean {results['mean']:.1f}, median {results['median']:.1f}; see {run_dir}/results.json")

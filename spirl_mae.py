@@ -76,7 +76,7 @@ class RunArgs:
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
-    threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
+    threads: int = 1  # CPU threads for PyTorch; more gain little, and lose much where other programs are at work
 
 
 @dataclass
@@ -105,18 +105,17 @@ class PretrainingArgs:
 class SelectionArgs:
     """Which patches of a frame are salient."""
 
-    max_ratio: float | None = None  # largest share of patches kept; without it Table 13's, for other games mr* (B.5)
+    max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's or, for other games, mr*
     # dynamic-K keeps the patches whose error is above about this share of the frame's mean: the slope at which it cuts
     # the Lorenz curve. The paper's 45 degrees are a slope of 1; the authors' code in effect cuts at 0.5, as we do
     lorenz_slope: float = 0.5
-    # mr* keeps every salient patch of more than this share of the frames (Appendix B.5); spirl_rainbow.py, which takes
-    # mr* only where neither --max-ratio nor Table 13 has a ratio, computes it with 0.999
+    # mr* keeps every salient patch of more than this share of the frames (Appendix B.5); spirl_rainbow.py uses 0.999
     coverage: float = 0.999
 
 
 @dataclass
 class Args(RunArgs, PretrainingArgs, SelectionArgs):
-    """SPIRL's first half: learn without reward which patches of an Atari game are salient, and show it."""
+    """All of them: each base class is a group of --help."""
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
@@ -185,7 +184,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. `rows` says of which tokens z is wanted, by default of all; they still attend to every token."""
+    False. `rows` indexes the tokens (B, T) of which z is wanted, by default all; these still attend to every token."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -299,9 +298,8 @@ class MaskedAutoencoder(nn.Module):
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
-        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
-        (B, V). With `wanted` (B,), one patch id for each frame, only that patch, (B, C): the last layer then computes
-        no other."""
+        """All N patches (B, N, C), normalised as in Eq. (2), from encode's `latent` (B, 1+V, D) and its `ids` (B, V).
+        With `wanted` (B,), one patch id a frame, only that patch, (B, C): the last layer then computes no other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D)
         places = ids[..., None].expand(-1, -1, x.shape[2])
         tokens = self.mask_token.expand(len(x), self.num_patches, -1)  # (B, N, D)
@@ -320,7 +318,7 @@ class MaskedAutoencoder(nn.Module):
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
         """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, C), mask (B, N): 0 keep, 1 removed). The loss
-        is over all patches, visible and masked. `generator` draws the masks on the frames' device."""
+        is over all patches, visible and masked. `generator`, on the frames' device, draws the masks."""
         patches = self.patchify(frames)
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
         num_visible = int(self.num_patches * (1 - mask_ratio))
@@ -367,8 +365,8 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
-    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
-    `held_out`. Returns the latter, a list with one loss per epoch.
+    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
+    `held_out`, a list, one per epoch.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -567,7 +565,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """{"counts": K of uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as given}. From
+    """For mr*: {"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum; "lorenz_slope"}. From
     10,000 frames on only every (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
     """
     frames = frames[:: max(1, len(frames) // 5000)]
@@ -644,7 +642,7 @@ def draw_reconstruction(mae, frames, path):
         error = error.unflatten(0, (mae.side, -1)).cpu().numpy()
         pictures = [frame.cpu().numpy(), paint(patches, mae.side), error, *decoder_alone]
         for axis, picture in zip(row, pictures, strict=True):
-            shown = axis.imshow(picture, cmap="viridis", vmin=0, vmax=brightest)
+            shown = axis.imshow(picture, cmap="viridis", vmin=0, vmax=brightest)  # the limits are for the map alone
             axis.axis("off")
             if picture is error:
                 figure.colorbar(shown, ax=axis, shrink=0.8)
@@ -678,8 +676,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
     figure = Figure(figsize=(3.6 * len(frames), 15.4))
     axes = figure.subplots(4, len(frames), squeeze=False)
     for column, (frame, error, ids, k) in enumerate(zip(frames, errors, patch_ids, count.tolist(), strict=True)):
-        running_sum = error.sort().values.cumsum(0).cpu()
-        curve = F.pad(running_sum, (1, 0)) / error.sum().cpu()  # (N+1,)
+        curve = F.pad(error.sort().values.cumsum(0), (1, 0)) / error.sum()  # (N+1,)
         axis = axes[0, column]
         label = "Lorenz curve: all patches sorted by error, smallest first; running share of the total error"
         axis.plot(np.arange(N + 1) / N, curve, color=BLUE, linewidth=2.5, label=label)
@@ -807,8 +804,8 @@ def fail(message):
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names, and of the command line only
     --device and --threads."""
-    # Args' base classes are the groups of --help; their names are no part of a flag. DisallowNone: "--resume None" is a
-    # folder of that name.
+    # Args' base classes are the groups of --help; OmitArgPrefixes keeps their names out of the flags. DisallowNone:
+    # "--resume None" is a folder of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
@@ -819,12 +816,12 @@ def parse_args():
             print(commands)
         raise
     args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
-    given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
-    if "--resume" not in given:
+    if args.resume is None:
         return args
-    if given - {"--resume", "--device", "--threads"}:
+    given = {word[2:].partition("=")[0] for word in sys.argv if word.startswith("--")}
+    if given - {"resume", "device", "threads"}:
         fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
-    changed = {name: getattr(args, name) for name in ("resume", "device", "threads") if f"--{name}" in given}
+    changed = {name: getattr(args, name) for name in given}
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
@@ -838,9 +835,9 @@ def parse_args():
 
 
 def open_run(args, run_dir, device):
-    """Create the run's folder, or with --resume take the one that is there. Exits with one line where the run is
-    finished, or another process works on it. Keep the returned file open: it holds the lock, which the system frees
-    when the process ends, even by a kill."""
+    """Create the run's folder, or with --resume take the one that is there, and let Ctrl-C say how to go on. Exits with
+    one line where the run is finished, or another process works on it. Keep the returned file open: it holds the lock,
+    which the system frees when the process ends, even by a kill."""
     if not args.resume:
         if run_dir.exists():
             fail(f"--run-name {args.run_name}: {run_dir} already exists; give another name")
@@ -861,7 +858,7 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
+    print(f"--device {device}, --threads {args.threads}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -905,6 +902,9 @@ def check_each(args):
 def check_args(args):
     """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
+    for name, default in vars(PretrainingArgs(mae_frames=args.mae_frames)).items():  # the frames are drawn then
+        if args.mae_checkpoint is not None and name.startswith("mae_") and getattr(args, name) != default:
+            fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
         fail(f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number, at least 3")
@@ -924,10 +924,6 @@ def check_args(args):
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
     if args.coverage == 1:
         fail("--coverage must be below 1: mr* keeps more than that share of the frames whole")
-    for name, value in vars(args).items():
-        of_pretraining = name.startswith("mae_") and name not in ("mae_checkpoint", "mae_frames")
-        if args.mae_checkpoint is not None and of_pretraining and value != getattr(Args, name):
-            fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
 
 
 def pick_device(name):
@@ -958,7 +954,7 @@ if __name__ == "__main__":
     lock = open_run(args, run_dir, device)  # nothing is created before this
     print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")
 
-    # Pre-train on random play, or only collect some.
+    # Collect random play, and pre-train on it unless --mae-checkpoint names a MAE.
     num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
     frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
     frames, held_out = frames.tensor_split([num_frames])
@@ -1009,9 +1005,9 @@ if __name__ == "__main__":
         "ideal_max_ratio": ideal,
         "max_ratio": max_ratio,
         "kept_whole": kept_whole,
-        "pretraining_seconds": None if args.resume or args.mae_checkpoint else seconds,
+        "pretraining_seconds": None if args.resume or args.mae_checkpoint else seconds,  # a resumed part is no measure
         "device": str(device),
-        "threads": torch.get_num_threads(),
+        "threads": args.threads,
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     with atomic(run_dir / "results.json") as path:

@@ -79,7 +79,7 @@ from tqdm import tqdm
 gym.register_envs(ale_py)
 
 
-# ------------------------------------------------------------------------------------------------------ 1. Arguments
+# --------------------------------------------------------------------------------------------------------- 1. Arguments
 # A field is a flag of the command line, and the comment beside or above it is what --help says of it.
 @dataclass
 class RunArgs:
@@ -88,11 +88,11 @@ class RunArgs:
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
     mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
-    agent_checkpoint: str | None = None  # an agent.pt to watch, without training; needs its MAE's --mae-checkpoint
+    agent_checkpoint: str | None = None  # an agent.pt to watch, without training, with its MAE as --mae-checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
-    threads: int = 1  # CPU threads for PyTorch; more help little, and cost much where other programs are at work
+    threads: int = 1  # CPU threads for PyTorch; more gain little, and lose much where other programs are at work
     checkpoint_frequency: int = 10_000  # steps between checkpoints; 0: only the one before each evaluation
     capture_video: bool = False  # save the reported evaluation's first game (up to 1,000 steps) as videos/policy.gif
     compile: bool = False  # torch.compile the loss: the same up to rounding. For GPUs (Triton); gains little on a CPU
@@ -124,7 +124,7 @@ class SelectionArgs:
     """Which patches of a frame are salient."""
 
     selection: Literal["dynamic", "fixed"] = "dynamic"  # K by the frame's Lorenz curve, or always the maximum
-    max_ratio: float | None = None  # largest share of patches kept; without it Table 13's, for other games mr* (B.5)
+    max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's or, for other games, mr*
     # dynamic-K keeps the patches whose error is above about this share of the frame's mean: the slope at which it cuts
     # the Lorenz curve. The paper's 45 degrees are a slope of 1; the authors' code in effect cuts at 0.5, as we do
     lorenz_slope: float = 0.5
@@ -134,7 +134,7 @@ class SelectionArgs:
 class AgentArgs:
     """What the agent is made of."""
 
-    padding: Literal["zero", "token", "mask"] = "zero"  # what is past K: zeros, a trainable [pad], or masked (Table 14)
+    padding: Literal["zero", "token", "mask"] = "zero"  # slots past K: zeros, a trainable [pad], or masked (Table 14)
     pooling: Literal["cls", "mean"] = "cls"  # a frame's vector: that of a [cls], or the patches' mean (Table 15)
     agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
     agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
@@ -171,7 +171,7 @@ class TrainingArgs:
 
 @dataclass
 class Args(RunArgs, PretrainingArgs, SelectionArgs, AgentArgs, TrainingArgs):
-    """SPIRL: learn to play an Atari game in 100,000 steps by looking only at its salient patches."""
+    """All of them: each base class is a group of --help."""
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
@@ -182,7 +182,8 @@ PAPER_MAX_RATIO = {  # the adopted ratios of Table 13; mr* for every other game
     "ALE/BattleZone-v5": 0.30,
 }
 
-# ---------------------------------------------------------------------------------------------------- 2. Environment
+
+# ------------------------------------------------------------------------------------------------------- 2. Environment
 # Each purpose has its own random streams, so that evaluating more often never changes what training sees. COLLECT and
 # PRETRAIN: the MAE's frames and masks; PLAY: games that are trained on; ACT: the random actions before learning; LEARN:
 # noise and sampling; EVALUATE: the reported games.
@@ -242,7 +243,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. `rows` says of which tokens z is wanted, by default of all; they still attend to every token."""
+    False. `rows` indexes the tokens (B, T) of which z is wanted, by default all; these still attend to every token."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -356,9 +357,8 @@ class MaskedAutoencoder(nn.Module):
         return self.norm(x)
 
     def decode(self, latent, ids, wanted=None):
-        """All N patches, normalised as in Eq. (2), (B, N, C), from encode's `latent` (B, 1+V, D) of the patches ids
-        (B, V). With `wanted` (B,), one patch id for each frame, only that patch, (B, C): the last layer then computes
-        no other."""
+        """All N patches (B, N, C), normalised as in Eq. (2), from encode's `latent` (B, 1+V, D) and its `ids` (B, V).
+        With `wanted` (B,), one patch id a frame, only that patch, (B, C): the last layer then computes no other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D)
         places = ids[..., None].expand(-1, -1, x.shape[2])
         tokens = self.mask_token.expand(len(x), self.num_patches, -1)  # (B, N, D)
@@ -377,7 +377,7 @@ class MaskedAutoencoder(nn.Module):
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
         """Eq. (1) for uint8 frames (B, H, W, 3): (loss, prediction (B, N, C), mask (B, N): 0 keep, 1 removed). The loss
-        is over all patches, visible and masked. `generator` draws the masks on the frames' device."""
+        is over all patches, visible and masked. `generator`, on the frames' device, draws the masks."""
         patches = self.patchify(frames)
         noise = torch.rand(patches.shape[:2], device=patches.device, generator=generator)
         num_visible = int(self.num_patches * (1 - mask_ratio))
@@ -424,8 +424,8 @@ def warmup_cosine(step, steps, peak):
 
 
 def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
-    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5, and measure its loss on the frames
-    `held_out`. Returns the latter, a list with one loss per epoch.
+    """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
+    `held_out`, a list, one per epoch.
 
     `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
@@ -493,7 +493,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     return held_out_losses
 
 
-# ------------------------------------------------------------------------------------------------------ 4. Selection
+# --------------------------------------------------------------------------------------------------------- 4. Selection
 # The same text as in spirl_mae.py, which also has the error map's plain definition, slow and short; new here are
 # `encode_patches` and `embed_salient_patches`.
 
@@ -626,7 +626,7 @@ def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """{"counts": K of uint8 frames (num_frames, H, W, 3), without a maximum, int64; "lorenz_slope": as given}. From
+    """For mr*: {"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum; "lorenz_slope"}. From
     10,000 frames on only every (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
     """
     frames = frames[:: max(1, len(frames) // 5000)]
@@ -651,7 +651,7 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
     return 0.95
 
 
-# --------------------------------------------------------------------------------------------------------- 5. Replay
+# ------------------------------------------------------------------------------------------------------------ 5. Replay
 class Replay:
     """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring, on `device`. A frame is what the agent
     keeps of one screen: pixels, or embeddings of its patches.
@@ -668,7 +668,7 @@ class Replay:
         self.alpha = alpha
         with torch.device(device):
             self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
-            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K of a frame, the rest is padding; or 1: a frame
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K, the rest is padding; 1 where nothing is padded
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
@@ -765,7 +765,7 @@ class Replay:
         self.max_priority = torch.maximum(self.max_priority, p_alpha.max())
 
 
-# ---------------------------------------------------------------------------------------------------------- 6. Agent
+# ------------------------------------------------------------------------------------------------------------- 6. Agent
 class NoisyLinear(nn.Module):
     """A linear layer with factorised Gaussian noise (Fortunato et al. 2018) in training mode, none in eval mode:
     w = mu + sigma * f(e_out) f(e_in)^T and b = mu + sigma * f(e_out), with f(e) = sign(e) sqrt(|e|).
@@ -902,8 +902,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
-    actions taken), grad_norm. Nothing here waits for a GPU: where a gradient is not finite, the weights are nan from
-    then on, and main, which checks the gradients before it saves, stops the run."""
+    actions taken), grad_norm. A gradient that is not finite turns the weights to nan; main looks for that only before
+    it saves, since a look at each update would make a GPU wait."""
     slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -919,7 +919,7 @@ def learn(args, online, target, optimizer, replay, beta, generator):
     return {"loss": loss.detach(), "q_values": q, "grad_norm": grad_norm}
 
 
-# ----------------------------------------------------------------------------------------------------- 7. Evaluation
+# -------------------------------------------------------------------------------------------------------- 7. Evaluation
 @torch.no_grad()
 def evaluate(args, network, preprocess):
     """Play args.eval_episodes whole games, side by side and without noise: (raw scores, recording).
@@ -955,7 +955,7 @@ def evaluate(args, network, preprocess):
         random = rng.integers(envs.single_action_space.n, size=len(playing))
         is_random = rng.random(len(playing)) < args.eval_epsilon
         actions[playing] = np.where(is_random, random, greedy)
-        observation, reward, terminated, truncated, _ = envs.step(actions)
+        observation, reward, terminated, truncated, _ = envs.step(actions)  # games that are over go on, uncounted
         scores[playing] += reward[playing]
         over = terminated | truncated
         playing = playing[~over[playing]]
@@ -973,11 +973,12 @@ def attended_patches(trunk, state, patch_ids):
     """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
     the attended ones: the fewest that together get at least 60 % of the attention that [cls] (in mean pooling, the
     patch rows) pays to the selected patches, averaged over heads."""
-    x, _ = trunk.tokens(*state)
+    embeddings, counts = state
+    x, _ = trunk.tokens(embeddings, counts)
     q, k, _ = trunk.block.queries_keys_values(x)
     q, k = q[-1], k[-1]  # of the newest frame, (1+L, h, d)
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
-    K = state[1][0, -1]
+    K = counts[0, -1]
     selected = patch_ids[0, :K]
     if trunk.padding == "mask":  # padding neither attends nor is attended to
         scores = scores[:, : 1 + K, : 1 + K]
@@ -1015,7 +1016,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Red and yellow: all that the agent sees. Yellow: the fewest with 60 % of its attention to them")
+    figure.suptitle("Outlined: all that the agent sees. Yellow: the fewest that get 60 % of its attention to these")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -1033,7 +1034,7 @@ def save_video(marked, side, path):
             writer.grab_frame()
 
 
-# ------------------------------------------------------------------------------------- 8. Files and the command line
+# ---------------------------------------------------------------------------------------- 8. Files and the command line
 # Nothing here is of the method: whoever reads to learn may go on with main.
 
 
@@ -1119,8 +1120,8 @@ def fail(message):
 def parse_args():
     """The command line as Args; with --resume, the arguments of the run that it names, and of the command line only
     --device and --threads."""
-    # Args' base classes are the groups of --help; their names are no part of a flag. DisallowNone: "--resume None" is a
-    # folder of that name.
+    # Args' base classes are the groups of --help; OmitArgPrefixes keeps their names out of the flags. DisallowNone:
+    # "--resume None" is a folder of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
@@ -1131,12 +1132,12 @@ def parse_args():
             print(commands)
         raise
     args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
-    given = {word.partition("=")[0] for word in sys.argv if word.startswith("--")}
-    if "--resume" not in given:
+    if args.resume is None:
         return args
-    if given - {"--resume", "--device", "--threads"}:
+    given = {word[2:].partition("=")[0] for word in sys.argv if word.startswith("--")}
+    if given - {"resume", "device", "threads"}:
         fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
-    changed = {name: getattr(args, name) for name in ("resume", "device", "threads") if f"--{name}" in given}
+    changed = {name: getattr(args, name) for name in given}
     run_dir = Path(args.resume)
     try:
         stored = json.loads((run_dir / "args.json").read_text())
@@ -1150,9 +1151,9 @@ def parse_args():
 
 
 def open_run(args, run_dir, device):
-    """Create the run's folder, or with --resume take the one that is there. Exits with one line where the run is
-    finished, or another process works on it. Keep the returned file open: it holds the lock, which the system frees
-    when the process ends, even by a kill."""
+    """Create the run's folder, or with --resume take the one that is there, and let Ctrl-C say how to go on. Exits with
+    one line where the run is finished, or another process works on it. Keep the returned file open: it holds the lock,
+    which the system frees when the process ends, even by a kill."""
     if not args.resume:
         if run_dir.exists():
             fail(f"--run-name {args.run_name}: {run_dir} already exists; give another name")
@@ -1173,7 +1174,7 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {torch.get_num_threads()}, {run_dir}; if stopped: --resume {run_dir}")
+    print(f"--device {device}, --threads {args.threads}, {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -1217,6 +1218,9 @@ def check_each(args):
 def check_args(args):
     """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
+    for name, default in vars(PretrainingArgs()).items():
+        if args.mae_checkpoint is not None and name.startswith("mae_") and getattr(args, name) != default:
+            fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
         fail(f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number, at least 3")
@@ -1246,9 +1250,6 @@ def check_args(args):
         fail(f"--num-atoms {args.num_atoms} must be at least 2")
     if not -math.inf < args.v_min < args.v_max < math.inf:
         fail(f"--v-min {args.v_min} must be below --v-max {args.v_max}, and both finite")
-    for name, default in vars(PretrainingArgs()).items():
-        if args.mae_checkpoint is not None and name.startswith("mae_") and getattr(args, name) != default:
-            fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
 
 
 def pick_device(name):
@@ -1263,7 +1264,7 @@ def pick_device(name):
         fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
 
 
-# ----------------------------------------------------------------------------------------------------------- 9. Main
+# -------------------------------------------------------------------------------------------------------------- 9. Main
 if __name__ == "__main__":
     args = parse_args()
     check_args(args)
@@ -1297,7 +1298,7 @@ if __name__ == "__main__":
     elif source_path != run_mae_path:
         with atomic(run_mae_path) as path:
             shutil.copyfile(source_path, path)  # its `args` still say how it was made
-    (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
+    (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)  # also where a kill came just after mae.pt was written
     mae.eval().requires_grad_(False)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
@@ -1327,7 +1328,7 @@ if __name__ == "__main__":
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     if args.compile:
-        c51_loss = torch.compile(c51_loss)
+        c51_loss = torch.compile(c51_loss)  # `learn` calls it by this name
 
     # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: a
     # resume plays the game again, from its seed and its actions.
@@ -1436,9 +1437,9 @@ if __name__ == "__main__":
                 }
                 with atomic(checkpoint_path) as path:
                     torch.save(checkpoint, path)
-                run.saved_step = step + 1
+                run.saved_step = step + 1  # only now: Ctrl-C names the last step that is on disk
 
-        # Evaluate, with a copy of the error map's cache: what is computed together changes an error's last digits, so
+        # Evaluate, with a copy of the error map's cache: an error's last digits depend on what it is computed with, so
         # if evaluation filled training's cache, evaluating more often would change training.
         eval_error_map = ErrorMapCache(mae)
         eval_error_map.errors.update(error_map.errors)
@@ -1466,7 +1467,7 @@ if __name__ == "__main__":
     envs.close()
     writer.close()
     scores = best["scores"]
-    measure = "mean of the final weights"
+    measure = "mean score of the final weights"
     if len(run.evaluations) > 1:
         measure = "best median of the evaluations during training"
     results = {
@@ -1486,10 +1487,10 @@ if __name__ == "__main__":
         "max_patches": max_patches,
         "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),
-        "threads": torch.get_num_threads(),
+        "threads": args.threads,
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     with atomic(run_dir / "results.json") as path:
         path.write_text(json.dumps(results, indent=2))
     checkpoint_path.unlink(missing_ok=True)
-    print(f"{measure}: mean {np.mean(scores):.1f}, median {np.median(scores):.1f}; see {run_dir}/results.json")
+    print(f"{measure}: mean {results['mean']:.1f}, median {results['median']:.1f}; see {run_dir}/results.json")

@@ -86,9 +86,9 @@ def each_method(folder):
 @pytest.mark.parametrize(
     "method, steps, updates, protocol, evaluated, left",
     [
-        ("de-rainbow", 160, 40, "mean of the final weights", [160], {"videos/policy.gif"}),
+        ("de-rainbow", 160, 40, "mean score of the final weights", [160], {"videos/policy.gif"}),
         ("de-rainbow-p", 190, 10, "best median", [95, 190], set()),  # 30 more random steps
-        ("mae-all", 160, 40, "mean of the final weights", [160],
+        ("mae-all", 160, 40, "mean score of the final weights", [160],
          {"videos/policy.gif", "mae.pt", "figures/policy_attention.png"}),
     ],
 )  # fmt: skip

@@ -34,7 +34,7 @@ def test_a_run_leaves_what_the_readme_says(small_run):
     assert len(scores) == 3 and [(e["step"], e["scores"]) for e in results["evaluations"]] == [(240, scores)]
     statistics = (np.mean(scores), np.median(scores), np.std(scores, ddof=1))
     assert (results["mean"], results["median"], results["std"]) == pytest.approx(statistics)
-    assert results["protocol"].startswith("mean of the final weights")
+    assert results["protocol"].startswith("mean score of the final weights")
     assert results["max_patches"] == 12  # int(36 * 35 %)
     mae, agent = (torch.load(path / name, weights_only=True) for name in ("mae.pt", "agent.pt"))
     assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
@@ -198,7 +198,7 @@ def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, changes,
     agent = torch.load(tmp_path / "runs/run/agent.pt", weights_only=True)
     assert agent["step"] == step and all(torch.equal(agent["model"][name], weights[name]) for name in weights)
     assert results["scores"] == scores and results["median"] == max(medians)
-    assert results["protocol"].startswith("best median" if args.eval_frequency else "mean of the final weights")
+    assert results["protocol"].startswith("best median" if args.eval_frequency else "mean score of the final weights")
 
 
 def test_the_agent_sees_the_salient_patches_alone(trained_mae, random_play):
