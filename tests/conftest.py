@@ -147,7 +147,3 @@ def pytest_collection_finish(session):
 
 def pytest_sessionfinish():
     SECOND_CORE.shutdown(cancel_futures=True)
-
-
-def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=0, help="runs that test_resume.py kills, each at a random instant")

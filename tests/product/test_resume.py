@@ -1,8 +1,7 @@
-"""A run that survives: killed at any instant and resumed, it ends bit for bit as the run that was never stopped."""
+"""A run that survives: killed and resumed, it ends bit for bit as the run that was never stopped."""
 
 import fcntl
 import json
-import random
 import re
 import shutil
 import signal
@@ -46,39 +45,6 @@ def same_end(one, two):
 def whole(folder):
     """Each script's folder of a run that was never stopped."""
     return {script: finished(folder, script, *flags, script=script)[0] for script, *flags in (SPIRL, DE_RAINBOW_P, MAE)}
-
-
-def kill(folder, flags, instant):
-    """Kill the run in `folder` so many seconds after it has begun or gone on."""
-    process = subprocess.Popen([sys.executable, ROOT / SPIRL[0], *flags], cwd=folder.parent.parent)
-    while process.poll() is None and not (folder / "args.json").exists():
-        time.sleep(0.01)
-    time.sleep(instant)
-    process.kill()
-    process.wait()
-
-
-def test_killed_at_random_instants(tmp_path, whole, request):
-    """Every other run is killed twice, the second time while it goes on."""
-    kills, seed, survived = request.config.option.kills, random.randrange(10**6), 0
-    if not kills:
-        pytest.skip("takes 30 seconds a kill: --kills 20")
-    unstopped = whole[SPIRL[0]]
-    lasts = (unstopped / "results.json").stat().st_mtime - (unstopped / "args.json").stat().st_mtime
-    print("seed", seed)
-    rng = random.Random(seed)
-    for number in range(kills):
-        folder = tmp_path / "runs" / f"kill{number}"
-        instant = rng.uniform(number, number + 1) / kills * lasts  # spread over the whole run
-        kill(folder, [*SPIRL[1:], "--run-name", folder.name], instant)
-        if number % 2:
-            kill(folder, ["--resume", folder], rng.uniform(3, 9))
-        if not (folder / "results.json").exists():  # or it was faster than the first run
-            done = run(tmp_path, "--resume", f"{folder}/")
-            assert done.returncode == 0, done.stderr[-2000:]
-            same_end(unstopped, folder)
-            survived += 1
-    assert survived > kills / 2
 
 
 KILLER = """
