@@ -64,7 +64,7 @@ def waits(folder):
         command = [sys.executable, ROOT / "tests/product/pretend_gpu.py", ROOT / script, *flags, *short]
         done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        for step, times, line in re.findall(r"^wait\t(\d+)\t(\d+)\t\S+ (.*)$", done.stdout, re.M):
+        for step, times, line in re.findall(r"^wait\t(\d+)\t(\d+)\t(.*)$", done.stdout, re.M):
             if 40 <= int(step) < 59:
                 found[script].setdefault(line, {})[int(step)] = int(times)
     return found
