@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -101,24 +102,17 @@ def folder(tmp_path):
     """A folder with what the rows name."""
     (tmp_path / "runs/taken").mkdir(parents=True)
     (tmp_path / "runs/taken/mae.pt").touch()  # of another game, perhaps
-    contents = {
-        "damaged": '{"seed": 1',
-        "null": "null",
-        "other": json.dumps({"foreign": 1, "checksum": zlib.crc32(b'{"foreign": 1}')}),
-    }
-    for name, content in contents.items():
+    other = json.dumps({"foreign": 1, "checksum": zlib.crc32(b'{"foreign": 1}')})
+    for name, content in (("damaged", '{"seed": 1'), ("null", "null"), ("other", other)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "args.json").write_text(content)
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     saved = {"small.pt": small, "foreign.pt": {"model": 5}, "code.pt": {"model": Code()}}
     agent = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 4).state_dict()
-    for name, changed in (
-        ("agent.pt", {"env_id": "ALE/Seaquest-v5"}),
-        ("wide.pt", {"agent_dim": 64}),
-        ("deep.pt", {"decoder_depth": 2}),
-    ):
+    agents = {"agent": {"env_id": "ALE/Seaquest-v5"}, "wide": {"agent_dim": 64}, "deep": {"decoder_depth": 2}}
+    for name, changed in agents.items():
         args = vars(spirl_rainbow.Args(**changed))
-        saved[name] = {"model": agent, "args": args, "step": 100, "max_patches": 50}
+        saved[f"{name}.pt"] = {"model": agent, "args": args, "step": 100, "max_patches": 50}
     for name, content in saved.items():
         torch.save(content, tmp_path / name)
     for name, args in (("pong.pt", spirl_mae.Args(env_id="ALE/Pong-v5")), ("right.pt", spirl_mae.Args())):
@@ -168,11 +162,9 @@ def test_every_number_is_checked(script, refused):
         if field.type not in (int, float, int | None, float | None) or field.name in ("v_min", "v_max"):
             continue
         number = int if field.type in (int, int | None) else float
-        values = [10**30] if number is int else [float("nan"), float("inf"), -float("inf")]
-        values += [number(-1)]
+        values = [number(-1), 10**30] if number is int else [-1.0, math.nan, math.inf, -math.inf]
         values += [] if field.name in MAY_BE_0 else [number(0)]
-        values += [1.5] if field.name in SHARES else []
-        for value in values:
+        for value in values + [1.5] * (field.name in SHARES):
             with refused(f"--{field.name.replace('_', '-')} is {re.escape(str(value))}; give "):
                 module.check_args(module.Args(**{field.name: value}))
             tried += 1
