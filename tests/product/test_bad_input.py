@@ -41,7 +41,6 @@ OF_MAE = [
     (["--encoder-heads", "5"], "--encoder-dim 64 must be a multiple of --encoder-heads 5"),
     (["--decoder-dim", "66", "--decoder-heads", "2"], "--decoder-dim 66 must be a multiple of --decoder-heads 2"),
     (["--mae-checkpoint", ""], "there is no file ''; give another"),
-    (["--mae-checkpoint", "None"], "there is no file 'None'; give another"),
     (["--mae-checkpoint", "."], ". cannot be read as a checkpoint .IsADirectoryError"),
     (["--mae-mask-spread", "0.25"], r"--mae-mask-ratio 0.75 must be from --mae-mask-spread \(0.25\) to below 0.743"),
     (["--mae-mask-ratio", "0.3", "--mae-mask-spread", "0.4"], "--mae-mask-ratio 0.3 must be from --mae-mask-spread"),
