@@ -191,12 +191,7 @@ def frames(random_play):
 
 def test_pretraining_is_that_of_table_5_with_a_mask_ratio_that_varies(frames, monkeypatch, tmp_path):
     made, ratios, adamw = [], [], torch.optim.AdamW
-
-    def recorded(*args, **kwargs):
-        made.append(adamw(*args, **kwargs))
-        return made[0]
-
-    monkeypatch.setattr(torch.optim, "AdamW", recorded)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **more: made.append(adamw(*args, **more)) or made[0])
     mae, args = small_mae(), spirl.Args(mae_epochs=16, mae_batch_size=8, mae_mask_ratio=0.7, mae_mask_spread=0.25)
     args.mae_learning_rate, args.mae_weight_decay = 0.03, 0.07
     mae.register_forward_pre_hook(lambda module, inputs: ratios.append(inputs[1]))

@@ -143,11 +143,8 @@ def test_sampling_before_anything_can_be_drawn_gives_nan_and_not_a_number_to_lea
 def test_an_empty_slot_that_is_drawn_counts_for_nothing_and_stays_empty(monkeypatch):
     """Sums round otherwise on a GPU and may draw one: here the search is made to."""
     replay, empty, search = filled([0.5, 0.5, 1.0]), 7, torch.searchsorted
-
-    def search_and_err(*args, **more):
-        return search(*args, **more).index_fill(0, torch.tensor([2]), empty)
-
-    monkeypatch.setattr(torch, "searchsorted", search_and_err)
+    err = lambda *args, **more: search(*args, **more).index_fill(0, torch.tensor([2]), empty)
+    monkeypatch.setattr(torch, "searchsorted", err)
     slots, weights = replay.sample(8, 0.5, torch.Generator().manual_seed(0))
     assert slots[2] == empty and weights[2] == 0 and weights.max() == 1
     before = replay.max_priority.clone()
