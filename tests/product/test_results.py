@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tests/results"))
 import table  # noqa: E402
 
 FILES = sorted(table.FOLDER.glob("*.json"))
+README = " ".join((ROOT / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("rows, readme", table.TABLES.items(), ids=[rows.__name__ for rows in table.TABLES])
@@ -28,13 +29,12 @@ def test_the_readmes_have_the_tables_of_all_files(rows, readme):
 
 
 def test_the_quick_starts_scores_are_of_stored_runs():
-    text = " ".join((ROOT / "README.md").read_text().split())
     for method, begin in (("spirl", "seeds 1 to 5 scored {};"), ("de-rainbow", "as many steps, seeds 1 to 5: {} (")):
         paths = sorted((ROOT / "tests/results/10k").glob(f"MsPacman__{method}__*.json"))
         runs = [json.loads(path.read_text()) for path in paths]
         assert [run["seed"] for run in runs] == [1, 2, 3, 4, 5]
         assert all(run["steps"] == 10_000 and len(run["scores"]) == 50 for run in runs)
-        assert begin.format(", ".join(f"{run['mean']:.0f}" for run in runs)) in text
+        assert begin.format(", ".join(f"{run['mean']:.0f}" for run in runs)) in README
 
 
 def test_a_learning_curve_is_the_mean_of_the_last_ten_games_that_had_ended():
@@ -48,9 +48,8 @@ def test_a_learning_curve_is_the_mean_of_the_last_ten_games_that_had_ended():
 def test_the_readmes_sentence_on_data_efficiency_has_the_tables_numbers():
     rows = [row.split(" | ") for row in table.efficiency(table.read()).splitlines()]
     spirl, de_rainbow = (row for row in rows if row[:2] in (["| MsPacman", "SPIRL"], ["| MsPacman", "DE-Rainbow"]))
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"score {spirl[3]} on average, DE-Rainbow's {de_rainbow[3]};" in text
-    assert f"at 100,000 steps {spirl[6].strip(' |')} and {de_rainbow[6].strip(' |')}." in text
+    assert f"score {spirl[3]} on average, DE-Rainbow's {de_rainbow[3]};" in README
+    assert f"at 100,000 steps {spirl[6].strip(' |')} and {de_rainbow[6].strip(' |')}." in README
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -130,7 +129,6 @@ def test_the_readmes_have_what_was_counted_and_measured():
         return ", ".join(f"{end['K'][1]:.0f} ({100 * end['mr*']:.0f})" for end in ends)
 
     measured = (ROOT / "tests/benchmarks/README.md").read_text()
-    readme = (ROOT / "README.md").read_text()
     lose_some = []
     for game, paper in PAPER_IDEAL_RATIO.items():
         counts = torch.load(ROOT / f"tests/weights/{game}.pt", weights_only=True)["salient_counts"]["counts"]
@@ -142,4 +140,4 @@ def test_the_readmes_have_what_was_counted_and_measured():
         fixed, spread = (" | ".join(after(size, masks) for size in sizes) for masks in ("fixed", "spread0.21"))
         shipped = f"| | 54 to 96 % | {spread} | {median} ({ideal}) | |\n"
         assert f"| {game} | 75 % | {fixed} | | {100 * paper:.0f} |\n{shipped}" in measured
-    assert f"{min(lose_some):.0f} to {max(lose_some):.0f} % of their frames lose salient patches" in readme
+    assert f"{min(lose_some):.0f} to {max(lose_some):.0f} % of their frames lose salient patches" in README
