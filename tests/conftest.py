@@ -84,10 +84,10 @@ def run(folder, *flags, script="spirl_rainbow.py"):
 
 
 def finished(folder, name, *flags, script="spirl_rainbow.py"):
-    """Run to the end; returns the run's folder and its results."""
-    done = run(folder, *flags, "--run-name", name, script=script)
+    """Run to the end; returns the run's folder and its results, with what it printed."""
+    done, path = run(folder, *flags, "--run-name", name, script=script), folder / "runs" / name
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "runs" / name, json.loads((folder / "runs" / name / "results.json").read_text())
+    return path, json.loads((path / "results.json").read_text()) | {"printed": done.stdout}
 
 
 def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):

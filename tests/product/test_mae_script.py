@@ -1,12 +1,11 @@
 """spirl_mae.py: what its figures show, that it repeats itself, and that its checkpoints travel between the scripts."""
 
 import contextlib
-import json
 
 import numpy as np
 import pytest
 import torch
-from conftest import LOADED, MACHINE, SIZES, files, finished, in_background, run, scalars
+from conftest import LOADED, MACHINE, SIZES, files, finished, in_background, scalars
 from matplotlib.figure import Figure
 
 import spirl_mae
@@ -18,10 +17,7 @@ TRAINING = ["--mae-epochs", "6", "--mae-batch-size", "32", "--mae-learning-rate"
 
 
 def mae_run(folder, name, *flags):
-    done = run(folder, *SIZES, *FRAMES, *MACHINE, *flags, "--run-name", name, script="spirl_mae.py")
-    assert done.returncode == 0, done.stderr[-3000:]
-    path = folder / "runs" / name
-    return path, json.loads((path / "results.json").read_text()), done.stdout
+    return finished(folder, name, *SIZES, *FRAMES, *MACHINE, *flags, script="spirl_mae.py")
 
 
 @in_background
@@ -38,7 +34,7 @@ def again(folder):
 
 
 def test_a_run_leaves_what_the_readme_says(first):
-    path, results, printed = first
+    path, results = first
     figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio"}
     assert files(path) == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
     losses = results["held_out_losses"]
@@ -52,11 +48,11 @@ def test_a_run_leaves_what_the_readme_says(first):
         assert share == pytest.approx(kept)
     assert results["K"]["50%"] == int(np.median(counts))
     model = spirl.MaskedAutoencoder(image_size=48, encoder_depth=1, decoder_dim=32, decoder_depth=2)
-    assert f"\n{sum(p.numel() for p in model.parameters()):,} parameters\n" in printed
+    assert f"\n{sum(p.numel() for p in model.parameters()):,} parameters\n" in results["printed"]
 
 
 def test_the_same_seed_gives_the_same_weights_which_travel_between_the_scripts(first, again):
-    (second, *_), (played, results), (looked, seen, _) = again
+    (second, _), (played, results), (looked, seen) = again
     folders = (first[0], second, played, looked)
     begun, *others = [torch.load(path / "mae.pt", weights_only=True) for path in folders]
     for other in others:  # bit for bit
