@@ -115,15 +115,9 @@ def test_the_reconstruction_figure(trained_mae, random_play, drawn, monkeypatch)
         assert row[2].get_images()[0].get_clim() == (0, pytest.approx(errors.max().item()))  # one scale for all
 
 
-@pytest.fixture
-def marked(monkeypatch):
-    """The patches that are marked in each picture, as they are drawn."""
-    pictures = []
-    monkeypatch.setattr(spirl_mae, "mark_patches", lambda frame, ids, *_: pictures.append(set(ids)) or frame)
-    return pictures
-
-
-def test_the_selection_figures(trained_mae, random_play, drawn, marked):
+def test_the_selection_figures(trained_mae, random_play, drawn, monkeypatch):
+    marked = []  # the patches that are marked in each picture, as they are drawn
+    monkeypatch.setattr(spirl_mae, "mark_patches", lambda frame, ids, *_: marked.append(set(ids)) or frame)
     frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][::34].copy())
     errors = spirl_mae.ErrorMapCache(trained_mae)(frames)
     patch_ids, count = spirl.select_salient_patches(errors, 144)
