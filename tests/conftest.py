@@ -4,6 +4,7 @@ scripts, in this process or in the background. tests/method teaches the method, 
 import gc
 import io
 import json
+import os
 import re
 import runpy
 import signal
@@ -79,8 +80,9 @@ SMALL = SIZES + PRETRAINING + PLAY
 LOADED = SIZES + PLAY  # the same with a MAE that is there already
 
 
-def run(folder, *flags, script="spirl_rainbow.py"):
-    return subprocess.run([sys.executable, ROOT / script, *map(str, flags)], cwd=folder, capture_output=True, text=True)
+def run(folder, *flags, script="spirl_rainbow.py", **environment):
+    command, env = [sys.executable, ROOT / script, *map(str, flags)], os.environ | environment
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
 def finished(folder, name, *flags, script="spirl_rainbow.py"):

@@ -3,17 +3,14 @@
 import dataclasses
 import json
 import math
-import os
 import random
 import re
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, run_here
+from conftest import SCRIPTS, run, run_here
 
 import spirl_mae
 import spirl_rainbow
@@ -130,20 +127,15 @@ def test_each_row_gets_one_line_and_status_2_before_anything_is_created(folder, 
         assert set(folder.rglob("*")) == before, (script, flags)
 
 
-def shell(folder, script, *flags, **environment):
-    command = [sys.executable, ROOT / script, *flags]
-    return subprocess.run(command, cwd=folder, text=True, capture_output=True, env=os.environ | environment)
-
-
 def test_a_name_that_the_terminal_cannot_print(tmp_path):
-    done = shell(tmp_path, "spirl_mae.py", "--run-name", "été", PYTHONIOENCODING="ascii")
+    done = run(tmp_path, "--run-name", "été", script="spirl_mae.py", PYTHONIOENCODING="ascii")
     assert done.returncode == 2 and done.stderr.startswith("error: --run-name or --resume has letters")
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_notebooks_plotting_backend_is_no_obstacle(tmp_path, script):
-    done = shell(tmp_path, script, "--help", MPLBACKEND="module://matplotlib_inline.backend_inline")
+    done = run(tmp_path, "--help", script=script, MPLBACKEND="module://matplotlib_inline.backend_inline")
     assert done.returncode == 0 and done.stdout.startswith("usage"), done.stderr
     assert done.stdout.endswith(SCRIPTS[script].__doc__.split("\n\n")[2] + "\n")  # help ends in commands to copy
 

@@ -2,13 +2,11 @@
 
 import copy
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import MACHINE, PLAY, PRETRAINING, ROOT, SIZES, finished, in_background, run
-from test_resume import KILLER
+from test_resume import killed
 
 import spirl_mae
 import spirl_rainbow as spirl
@@ -40,12 +38,11 @@ def test_the_cache_equals_the_plain_map(trained_mae, random_play):
     ],
 )
 def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
-    flags = [*flags, "--total-timesteps", "200", "--checkpoint-frequency", "20", "--run-name", "run"]
-    command = [sys.executable, "-c", KILLER, "an update", "30", ROOT / script, *flags]
-    assert subprocess.run([str(part) for part in command], cwd=tmp_path, capture_output=True).returncode == -9
-    assert (tmp_path / "runs/run/checkpoint.pt").exists()
-    done = run(tmp_path, "--resume", "runs/run", script=script)
-    assert done.returncode == 0 and (tmp_path / "runs/run/results.json").exists(), done.stderr[-3000:]
+    command = [script, *flags, "--total-timesteps", "200", "--checkpoint-frequency", "20"]
+    path = killed(tmp_path, command, ("an update", 30))
+    assert (path / "checkpoint.pt").exists()
+    done = run(tmp_path, "--resume", path, script=script)
+    assert done.returncode == 0 and (path / "results.json").exists(), done.stderr[-3000:]
 
 
 @needs_gpu
@@ -61,8 +58,7 @@ def waits(folder):
     found = {"spirl_rainbow.py": {}, "spirl_baselines.py": {}}
     short = "--learning-starts 25 --total-timesteps 60 --eval-episodes 1 --max-episode-frames 120".split()
     for script, flags in (("spirl_rainbow.py", CUDA), ("spirl_baselines.py", PIXELS)):
-        command = [sys.executable, ROOT / "tests/product/pretend_gpu.py", ROOT / script, *flags, *short]
-        done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
+        done = run(folder, ROOT / script, *flags, *short, script="tests/product/pretend_gpu.py")
         assert done.returncode == 0, done.stderr[-3000:]
         for step, times, line in re.findall(r"^wait\t(\d+)\t(\d+)\t(.*)$", done.stdout, re.M):
             if 40 <= int(step) < 59:

@@ -2,11 +2,10 @@
 
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, run
 
 README = (ROOT / "README.md").read_text()
 
@@ -58,6 +57,6 @@ def test_every_name_in_the_readmes_map_exists():
 
 
 @pytest.mark.parametrize("script", ["results/table.py", "benchmarks/benchmark.py", "benchmarks/mask_spread.py"])
-def test_a_script_beside_the_tests_starts(script):
-    done = subprocess.run([sys.executable, ROOT / "tests" / script, "--help"], capture_output=True, text=True)
+def test_a_script_beside_the_tests_starts(tmp_path, script):
+    done = run(tmp_path, "--help", script=f"tests/{script}")
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
