@@ -62,13 +62,11 @@ def oracle_return(history, t, n):
 def oracle_whole(history, t, capacity):
     """Whether the ring still has the stack that ends at t: in each place of it the frame that was there, or where the
     life had not begun none of that life."""
+    newest = len(history) - 1
     for k, (own, _) in zip(range(t - S + 1, t + 1), oracle_stack(history, t)):
-        newest = len(history) - 1
         there = newest - (newest - k) % capacity  # the frame that is in that place now
         same_life = there >= 0 and history[there]["life"] == history[t]["life"]
-        if own is None and same_life:
-            return False
-        if own is not None and there != k:
+        if same_life if own is None else there != own:
             return False
     return True
 
