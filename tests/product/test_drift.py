@@ -97,7 +97,6 @@ def test_requirements_are_exact_explained_and_used():
         ("mae", "# Each purpose has", "# Every purpose has", "ACT has drifted"),
         ("mae", "import tyro\n", "import tyro as F\n", "F has drifted"),
         ("mae", "noop_max=30", "noop_max=10", "make_envs has drifted"),
-        ("mae", "lorenz_slope: float = 0.5", "lorenz_slope: float = 1.0", "--lorenz_slope has drifted"),
         ("mae", "passes over those frames,", "passes,", "--mae_epochs has drifted"),
         ("mae", "    coverage: float", "    never: int = 1\n    coverage: float", "nothing reads --never"),
         ("baselines", "noop_max=30", "noop_max=10", "make_envs: lines"),
