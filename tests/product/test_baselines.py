@@ -1,6 +1,7 @@
 """DE-Rainbow, DE-Rainbow-P and MAE-All: their inputs, their networks, and whole runs beside SPIRL's."""
 
 import json
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -107,10 +108,7 @@ def test_each_method_from_the_shell(each_method, method, steps, updates, protoco
 
 @pytest.mark.parametrize("game, random_steps, total", [("Frostbite", 5_000, 103_400), ("Seaquest", 50_000, 148_400)])
 def test_de_rainbow_p_has_the_steps_of_table_12(tmp_path, monkeypatch, game, random_steps, total):
-    def no_game(*args, **kwargs):
-        raise InterruptedError
-
-    monkeypatch.setattr(gym, "make_vec", no_game)  # to stop the run where it would begin to play
+    monkeypatch.setattr(gym, "make_vec", Mock(side_effect=InterruptedError))  # stops it where it would begin to play
     flags = ["--method", "de-rainbow-p", "--env-id", f"ALE/{game}-v5", "--run-name", "p"]
     with pytest.raises(InterruptedError):
         run_here(tmp_path, monkeypatch, *flags, script="spirl_baselines.py")
