@@ -116,7 +116,6 @@ def check_selection(errors, max_patches, lorenz_slope):
     for row, ids, k in zip(errors, patch_ids.tolist(), count.tolist()):
         expected = oracle_selection(torch.tensor(row).double().tolist(), max_patches, lorenz_slope)
         assert ids[:k] == expected and len(set(ids)) == max_patches
-    return count.numpy()
 
 
 @pytest.mark.parametrize("slope", [None, 0.5, 1.0])
@@ -124,10 +123,7 @@ def check_selection(errors, max_patches, lorenz_slope):
 def test_selection_against_loops(slope, max_patches):
     rng = np.random.default_rng(0)
     errors = rng.exponential(size=(50, 36))
-    count = check_selection(errors.tolist(), max_patches, slope)
-    if slope is not None:  # in short: the errors above slope times their mean, and up to two more
-        above = (errors > slope * errors.mean(1, keepdims=True)).sum(1)
-        assert (np.minimum(above, max_patches) <= count).all() and (count <= np.minimum(above + 2, max_patches)).all()
+    check_selection(errors.tolist(), max_patches, slope)
     check_selection(rng.integers(1, 4, (50, 36)).astype(float).tolist(), max_patches, slope)  # ties
     check_selection([[0.3] * 36, [0.0] * 36], max_patches, slope)  # constant: K = 1
     outlier = [[0.0] * 36, [0.01] * 36]
