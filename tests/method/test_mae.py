@@ -164,12 +164,10 @@ def test_the_whole_auto_encoder_and_its_loss_against_loops():
         expected = oracle_mae(mae, frame, kept, 2)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
         for n in range(9):  # Eq. (1), over all patches
-            patch = frame[n // 3 * 4 :, n % 3 * 4 :][:4, :4].flatten().tolist()
-            mean = sum(patch) / 48
-            deviation = math.sqrt(sum((value - mean) ** 2 for value in patch) / 47)  # Eq. (2)
-            for value, guess in zip(patch, expected[n].tolist()):
-                squared_errors.append(((value - mean) / deviation - guess) ** 2)
-    assert loss.item() == pytest.approx(sum(squared_errors) / len(squared_errors), rel=1e-4)
+            patch = frame[n // 3 * 4 :, n % 3 * 4 :][:4, :4].flatten().double()
+            normalised = (patch - patch.mean()) / patch.std(correction=1)  # Eq. (2)
+            squared_errors += ((normalised - expected[n]) ** 2).tolist()
+    assert loss.item() == pytest.approx(np.mean(squared_errors), rel=1e-4)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero():
