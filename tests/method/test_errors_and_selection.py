@@ -110,25 +110,18 @@ def oracle_selection(errors, max_patches, lorenz_slope):
     return order[:K]
 
 
-def check_selection(errors, max_patches, lorenz_slope):
-    patch_ids, count = spirl.select_salient_patches(torch.tensor(errors), max_patches, lorenz_slope)
-    assert patch_ids.shape == (len(errors), max_patches)
-    for row, ids, k in zip(errors, patch_ids.tolist(), count.tolist()):
-        expected = oracle_selection(torch.tensor(row).double().tolist(), max_patches, lorenz_slope)
-        assert ids[:k] == expected and len(set(ids)) == max_patches
-
-
 @pytest.mark.parametrize("slope", [None, 0.5, 1.0])
 @pytest.mark.parametrize("max_patches", [1, 2, 3, 10, 36])
 def test_selection_against_loops(slope, max_patches):
-    rng = np.random.default_rng(0)
-    errors = rng.exponential(size=(50, 36))
-    check_selection(errors.tolist(), max_patches, slope)
-    check_selection(rng.integers(1, 4, (50, 36)).astype(float).tolist(), max_patches, slope)  # ties
-    check_selection([[0.3] * 36, [0.0] * 36], max_patches, slope)  # constant: K = 1
-    outlier = [[0.0] * 36, [0.01] * 36]
-    outlier[0][20] = outlier[1][35] = 7.0
-    check_selection(outlier, max_patches, slope)
+    rng, errors = np.random.default_rng(0), np.full((104, 36), 0.01, np.float32)
+    errors[:50] = rng.exponential(size=(50, 36))
+    errors[50:100] = rng.integers(1, 4, (50, 36))  # ties
+    errors[100:103] = [[0.3], [0.0], [0.0]]  # constant: K = 1
+    errors[102, 20] = errors[103, 35] = 7.0  # outliers
+    patch_ids, count = spirl.select_salient_patches(torch.from_numpy(errors), max_patches, slope)
+    assert patch_ids.shape == (104, max_patches)
+    for row, ids, k in zip(errors.tolist(), patch_ids.tolist(), count.tolist(), strict=True):
+        assert ids[:k] == oracle_selection(row, max_patches, slope) and len(set(ids)) == max_patches
 
 
 def test_selection_by_hand():
