@@ -109,8 +109,7 @@ def run_here(folder, monkeypatch, *flags, script="spirl_rainbow.py"):
 
 def files(path):
     """The files of a run's folder, but for TensorBoard's."""
-    found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    return {name for name in found if "tfevents" not in name}
+    return {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file() and "tfevents" not in file.name}
 
 
 def scalars(path):
