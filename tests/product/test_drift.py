@@ -43,20 +43,16 @@ def definitions(body, lines, end=0):
     return found
 
 
-def names_read(tree):
-    """What is read as args.NAME; to check it is no use of it."""
-    parts = [part for node in tree.body if "check_" not in getattr(node, "name", "") for part in ast.walk(node)]
-    loads = [part for part in parts if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load)]
-    return {part.attr for part in loads if ast.unparse(part.value) == "args"}
-
-
 def drift(sources):
     """Everything that is wrong with the scripts {file name: source}, a list of messages."""
     wrong, defined, texts = [], {}, {}
     for script, source in sources.items():
         tree = ast.parse(source)
         defined[script] = definitions(tree.body, source.splitlines())
-        used = names_read(tree) | set(re.findall(r"\w+", defined[script]["mae_sizes"]))
+        parts = [part for node in tree.body if "check_" not in getattr(node, "name", "") for part in ast.walk(node)]
+        loads = [part for part in parts if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Load)]
+        used = {part.attr for part in loads if ast.unparse(part.value) == "args"}  # to check one is no use of it
+        used |= set(re.findall(r"\w+", defined[script]["mae_sizes"]))
         for name, text in defined[script].items():
             if name.startswith("--") and name[2:] not in used:
                 wrong.append(f"{script}: nothing reads {name}")
