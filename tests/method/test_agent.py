@@ -155,12 +155,8 @@ def test_the_projection_against_algorithm_1():
     torch.testing.assert_close(got[0], probabilities[0], rtol=1e-4, atol=1e-5)  # nothing moves
 
 
-def an_update(limit=10.0):
-    """What one call of `learn` must do, one transition at a time by the equations, and what it did: two dicts.
-
-    The slots have unequal priorities, so unequal importance weights, and both networks a noise that is not the
-    update's.
-    """
+def a_learner():
+    """What `learn` works on: two networks, an optimiser, and a replay of made-up lives."""
     torch.manual_seed(0)
     online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
@@ -168,6 +164,16 @@ def an_update(limit=10.0):
     for t in range(40):
         replay.append(torch.randn(3, 64), int(torch.randint(4, ())), t in (0, 20))
         replay.complete(int(torch.randint(4, ())), float(torch.randint(-1, 2, ())), t == 19)
+    return online, target, optimizer, replay
+
+
+def an_update(limit=10.0):
+    """What one call of `learn` must do, one transition at a time by the equations, and what it did: two dicts.
+
+    The slots have unequal priorities, so unequal importance weights, and both networks a noise that is not the
+    update's.
+    """
+    online, target, optimizer, replay = a_learner()
     known = (replay.priorities > 0).nonzero()[:, 0]
     replay.set_priorities(known, torch.linspace(0.1, 3.0, len(known)))
     generator = torch.Generator().manual_seed(5)
@@ -226,3 +232,15 @@ def test_an_update_is_adams_first_with_the_clipped_gradient_of_the_loss_and_draw
         assert not torch.equal(p, before)
     buffers = dict(got["target"].named_buffers())
     assert all(torch.equal(buffers[name], value) for name, value in expected["noise"].items())
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_stays_to_be_seen(wrong):
+    """`learn` does not look, since a look waits for a GPU; what main looks at before it saves does not heal."""
+    online, target, optimizer, replay = a_learner()
+    args, generator = spirl.Args(batch_size=40), torch.Generator().manual_seed(5)
+    good = replay.frames[30].clone()
+    for frame, finite in ((good, True), (wrong, False), (good, False)):
+        replay.frames[30] = frame
+        spirl.learn(args, online, target, optimizer, replay, 0.7, generator)
+        assert all(p.grad.isfinite().all() for p in online.parameters()) == finite
