@@ -115,7 +115,7 @@ class SelectionArgs:
 
 @dataclass
 class Args(RunArgs, PretrainingArgs, SelectionArgs):
-    """All of them: each base class is a group of --help."""
+    """All flags: each base class is a group of them in --help."""
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
@@ -902,8 +902,9 @@ def check_each(args):
 def check_args(args):
     """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
-    for name, default in vars(PretrainingArgs(mae_frames=args.mae_frames)).items():  # the frames are drawn then
-        if args.mae_checkpoint is not None and name.startswith("mae_") and getattr(args, name) != default:
+    for name, default in vars(PretrainingArgs()).items():
+        unread = name.startswith("mae_") and name != "mae_frames"  # on those frames K is counted all the same
+        if args.mae_checkpoint is not None and unread and getattr(args, name) != default:
             fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
@@ -1007,7 +1008,7 @@ if __name__ == "__main__":
         "kept_whole": kept_whole,
         "pretraining_seconds": None if args.resume or args.mae_checkpoint else seconds,  # a resumed part is no measure
         "device": str(device),
-        "threads": args.threads,
+        "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     with atomic(run_dir / "results.json") as path:

@@ -134,7 +134,7 @@ class SelectionArgs:
 class AgentArgs:
     """What the agent is made of."""
 
-    padding: Literal["zero", "token", "mask"] = "zero"  # slots past K: zeros, a trainable [pad], or masked (Table 14)
+    padding: Literal["zero", "token", "mask"] = "zero"  # rows past K: zeros, a trainable [pad], or masked (Table 14)
     pooling: Literal["cls", "mean"] = "cls"  # a frame's vector: that of a [cls], or the patches' mean (Table 15)
     agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
     agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
@@ -171,7 +171,7 @@ class TrainingArgs:
 
 @dataclass
 class Args(RunArgs, PretrainingArgs, SelectionArgs, AgentArgs, TrainingArgs):
-    """All of them: each base class is a group of --help."""
+    """All flags: each base class is a group of them in --help."""
 
 
 PAPER_MAE_FRAMES = {"ALE/Frostbite-v5": 5_000}  # Table 6; 50,000 for every other game
@@ -668,7 +668,7 @@ class Replay:
         self.alpha = alpha
         with torch.device(device):
             self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
-            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K, the rest is padding; 1 where nothing is padded
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K, the rest is padding; 1 for a frame stored whole
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
@@ -902,8 +902,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
-    actions taken), grad_norm. A gradient that is not finite turns the weights to nan; main looks for that only before
-    it saves, since a look at each update would make a GPU wait."""
+    actions taken), grad_norm. A gradient that is not finite turns the weights to nan, and all gradients after it; main
+    looks at the gradients before it saves, since a look at each update would make a GPU wait."""
     slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -955,7 +955,7 @@ def evaluate(args, network, preprocess):
         random = rng.integers(envs.single_action_space.n, size=len(playing))
         is_random = rng.random(len(playing)) < args.eval_epsilon
         actions[playing] = np.where(is_random, random, greedy)
-        observation, reward, terminated, truncated, _ = envs.step(actions)  # games that are over go on, uncounted
+        observation, reward, terminated, truncated, _ = envs.step(actions)  # a game that begins anew is not counted
         scores[playing] += reward[playing]
         over = terminated | truncated
         playing = playing[~over[playing]]
@@ -1016,7 +1016,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Outlined: all that the agent sees. Yellow: the fewest that get 60 % of its attention to these")
+    figure.suptitle("Outlined: all that the agent sees. Yellow: the fewest of them with 60 % of its attention to them")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -1487,7 +1487,7 @@ if __name__ == "__main__":
         "max_patches": max_patches,
         "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),
-        "threads": args.threads,
+        "threads": torch.get_num_threads(),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     with atomic(run_dir / "results.json") as path:
