@@ -59,7 +59,8 @@ left = int(left)
 def deadly(function):
     def wrapped(*args, **more):
         global left
-        counts = "checkpoint" not in where or "checkpoint.pt" in str(args[1]) and "/mae/" not in str(args[1])
+        file = "agent.pt" if "agent" in where else "checkpoint.pt"
+        counts = where == "an update" or file in str(args[1]) and "/mae/" not in str(args[1])
         left -= counts
         if left == 0 and counts:
             if where == "a checkpoint half written":
@@ -75,7 +76,7 @@ if where == "an update":  # of the MAE or of the agent
     torch.nn.utils.clip_grad_norm_ = deadly(torch.nn.utils.clip_grad_norm_)
 elif where == "a checkpoint half written":
     torch.save = deadly(torch.save)
-else:  # a checkpoint not yet renamed
+else:  # a checkpoint, or the agent that was evaluated, not yet renamed
     os.replace = deadly(os.replace)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -94,10 +95,12 @@ def killed(folder, script_and_flags, *instants):
 
 @in_background
 def killed_runs(folder):
-    """SPIRL, killed in the second epoch of pre-training, in a game, and twice in a checkpoint; spirl_mae.py, killed in
-    its second epoch; DE-Rainbow-P, killed in a game: each script's folder, not gone on with."""
+    """SPIRL, killed in the second epoch of pre-training, at the end of an evaluation, in a game, and twice in a
+    checkpoint; spirl_mae.py, killed in its second epoch; DE-Rainbow-P, killed in a game: each script's folder, not gone
+    on with."""
     in_a_checkpoint = ("a checkpoint half written", 1), ("a checkpoint not yet renamed", 2)
-    spirl = killed(folder, SPIRL, ("an update", 4), ("an update", 34), *in_a_checkpoint)
+    evaluated = "the agent not yet renamed", 1
+    spirl = killed(folder, SPIRL, ("an update", 4), evaluated, ("an update", 25), *in_a_checkpoint)
     mae, baseline = killed(folder, MAE, ("an update", 4)), killed(folder, DE_RAINBOW_P, ("an update", 30))
     return {SPIRL[0]: spirl, MAE[0]: mae, DE_RAINBOW_P[0]: baseline}
 
