@@ -1095,7 +1095,7 @@ def load_agent(path, args):
     if "max_patches" not in content:
         fail(f"{path} is not an agent.pt of this script; give another file")
     for name in ("env_id", *mae_sizes(args), *vars(SelectionArgs()), *vars(AgentArgs())):
-        trained_with = content["args"][name]
+        trained_with = content["args"].get(name)
         asked_for = getattr(args, name)
         if trained_with != asked_for:
             flag = f"--{name.replace('_', '-')}"
@@ -1302,7 +1302,7 @@ if __name__ == "__main__":
     mae.eval().requires_grad_(False)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
-    max_patches = trained["max_patches"] if trained else ratio_to_patches(max_ratio, mae.num_patches)
+    max_patches = ratio_to_patches(max_ratio, mae.num_patches)
     print(f"the agent sees at most {max_patches} of {mae.num_patches} patches of a frame")
     lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None
 

@@ -78,6 +78,7 @@ ROWS += [
     ("spirl_rainbow.py", [*WATCH, "right.pt"], "right.pt is not an agent.pt of this script"),
     ("spirl_rainbow.py", [*WATCH, "agent.pt"], "agent.pt was trained with --env-id ALE/Seaquest-v5, not .*; give the"),
     ("spirl_rainbow.py", [*WATCH, "wide.pt"], "wide.pt was trained with --agent-dim 64, not 32; give the same .None: "),
+    ("spirl_rainbow.py", [*WATCH, "old.pt"], "old.pt was trained with --noisy-std None, not 0.5; give the same"),
     ("spirl_mae.py", ["--coverage", "1"], "--coverage must be below 1"),
     ("spirl_baselines.py", ["--mae-checkpoint", "empty.pt"], "--mae-checkpoint is not for --method de-rainbow"),
     ("spirl_baselines.py", ["--mae-frames", "5000"], "--mae-frames is not for --method de-rainbow; leave it out"),
@@ -105,10 +106,16 @@ def folder(tmp_path):
     small = {"model": {"mask_token": 0}, "sizes": {"image_size": 24}, "env_id": "ALE/Frostbite-v5"}
     saved = {"small.pt": small, "foreign.pt": {"model": 5}, "code.pt": {"model": Code()}}
     agent = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 4).state_dict()
-    agents = {"agent": {"env_id": "ALE/Seaquest-v5"}, "wide": {"agent_dim": 64}, "deep": {"decoder_depth": 2}}
+    agents = {
+        "agent": {"env_id": "ALE/Seaquest-v5"},
+        "wide": {"agent_dim": 64},
+        "deep": {"decoder_depth": 2},
+        "old": {},
+    }
     for name, changed in agents.items():
         args = vars(spirl_rainbow.Args(**changed))
         saved[f"{name}.pt"] = {"model": agent, "args": args, "step": 100, "max_patches": 50}
+    del saved["old.pt"]["args"]["noisy_std"]  # from before this flag
     for name, content in saved.items():
         torch.save(content, tmp_path / name)
     for name, args in (("pong.pt", spirl_mae.Args(env_id="ALE/Pong-v5")), ("right.pt", spirl_mae.Args())):
