@@ -85,8 +85,8 @@ class RunArgs:
     # random steps of 103.4K on Frostbite, 50K of 148.4K elsewhere). mae-all: the embeddings of all patches (Table 1)
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
-    seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
-    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
+    seed: int = 1  # seed of all that is random: weights, masks, games, noise
+    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or of facebookresearch/mae: no pre-training
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -851,7 +851,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Outlined: all that the agent sees. Yellow: the fewest of them with 60 % of its attention to them")
+    figure.suptitle("Outlined: what the agent sees of the frame. Yellow: the fewest that draw 60 % of its attention")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -994,7 +994,7 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {args.threads}, {run_dir}; if stopped: --resume {run_dir}")
+    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -1112,7 +1112,7 @@ if __name__ == "__main__":
         source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
         if source_path is not None:
             load_mae(source_path, mae, args)
-    lock = open_run(args, run_dir, device)  # nothing is created before this
+    lock = open_run(args, run_dir, device)  # kept, it holds the lock; nothing is created before this
     if args.method == "mae-all":
         if source_path is None:
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
@@ -1161,7 +1161,7 @@ if __name__ == "__main__":
     run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin with the first game, or go on from the checkpoint.
-    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, 0))
+    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, 0))  # (1, 1, H, W, 3): one game, one frame
     replay.append(*preprocess(observation[:, 0]), starts=True)
     checkpoint_path = run_dir / "checkpoint.pt"
     if checkpoint_path.exists():
@@ -1209,7 +1209,7 @@ if __name__ == "__main__":
 
             # Store, and begin the next game where one has ended.
             replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
-            if game_ended and not life_ended:  # cut off, no life lost: its returns bootstrap from its last frame
+            if game_ended and not life_ended:  # cut off: store its last frame, for its returns to bootstrap from
                 replay.append(*preprocess(observation[:, 0]), starts=False)
                 replay.truncate()
             if game_ended:
@@ -1308,4 +1308,4 @@ if __name__ == "__main__":
     with atomic(run_dir / "results.json") as path:
         path.write_text(json.dumps(results, indent=2))
     checkpoint_path.unlink()
-    print(f"{measure}: mean {results['mean']:.1f}, median {results['median']:.1f}; see {run_dir}/results.json")
+    print(f"mean {results['mean']:.1f}, median {best['median']:.1f} ({measure}); see {run_dir}/results.json")

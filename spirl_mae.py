@@ -7,7 +7,7 @@ cannot rebuild from the patches around it is salient, and the Lorenz curve of a 
 
     The paper's pre-training, on Frostbite:
         python spirl_mae.py
-    Another game, with fewer epochs:
+    Another game, as the MAEs of tests/weights/ were made:
         python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21
     Draw what a MAE that is here already finds salient:
         python spirl_mae.py --mae-checkpoint tests/weights/Frostbite.pt --mae-frames 500
@@ -71,8 +71,8 @@ class RunArgs:
     """What to run, and where."""
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
-    seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
-    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
+    seed: int = 1  # seed of all that is random: weights, masks, games, noise
+    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or of facebookresearch/mae: no pre-training
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -105,7 +105,9 @@ class PretrainingArgs:
 class SelectionArgs:
     """Which patches of a frame are salient."""
 
-    max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's or, for other games, mr*
+    # largest share of patches kept; if not given, Table 13's or, for other games, mr*, the smallest of 5 %, 10 %, ...
+    # that keeps all salient patches of nearly all frames of random play
+    max_ratio: float | None = None
     # dynamic-K keeps the patches whose error is above about this share of the frame's mean: the slope at which it cuts
     # the Lorenz curve. The paper's 45 degrees are a slope of 1; the authors' code in effect cuts at 0.5, as we do
     lorenz_slope: float = 0.5
@@ -858,7 +860,7 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {args.threads}, {run_dir}; if stopped: --resume {run_dir}")
+    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -952,7 +954,7 @@ if __name__ == "__main__":
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     if args.mae_checkpoint is not None:
         load_mae(args.mae_checkpoint, mae, args)
-    lock = open_run(args, run_dir, device)  # nothing is created before this
+    lock = open_run(args, run_dir, device)  # kept, it holds the lock; nothing is created before this
     print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")
 
     # Collect random play, and pre-train on it unless --mae-checkpoint names a MAE.

@@ -86,8 +86,8 @@ class RunArgs:
     """What to run, and where."""
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
-    seed: int = 1  # seed of every random stream: weights, masks, collection, training, noise, evaluation
-    mae_checkpoint: str | None = None  # a mae.pt of the same game and sizes, in place of pre-training one
+    seed: int = 1  # seed of all that is random: weights, masks, games, noise
+    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or of facebookresearch/mae: no pre-training
     agent_checkpoint: str | None = None  # an agent.pt to watch, without training, with its MAE as --mae-checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
@@ -124,7 +124,9 @@ class SelectionArgs:
     """Which patches of a frame are salient."""
 
     selection: Literal["dynamic", "fixed"] = "dynamic"  # K by the frame's Lorenz curve, or always the maximum
-    max_ratio: float | None = None  # largest share of patches kept; if not given, Table 13's or, for other games, mr*
+    # largest share of patches kept; if not given, Table 13's or, for other games, mr*, the smallest of 5 %, 10 %, ...
+    # that keeps all salient patches of nearly all frames of random play
+    max_ratio: float | None = None
     # dynamic-K keeps the patches whose error is above about this share of the frame's mean: the slope at which it cuts
     # the Lorenz curve. The paper's 45 degrees are a slope of 1; the authors' code in effect cuts at 0.5, as we do
     lorenz_slope: float = 0.5
@@ -1016,7 +1018,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Outlined: all that the agent sees. Yellow: the fewest of them with 60 % of its attention to them")
+    figure.suptitle("Outlined: what the agent sees of the frame. Yellow: the fewest that draw 60 % of its attention")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -1174,7 +1176,7 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {args.threads}, {run_dir}; if stopped: --resume {run_dir}")
+    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -1286,7 +1288,7 @@ if __name__ == "__main__":
         if max_ratio is None and salient_counts.get("lorenz_slope") != args.lorenz_slope:
             fail(f"{source_path} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
     trained = load_agent(args.agent_checkpoint, args) if args.agent_checkpoint is not None else None
-    lock = open_run(args, run_dir, device)  # nothing is created before this
+    lock = open_run(args, run_dir, device)  # kept, it holds the lock; nothing is created before this
     if source_path is None:
         num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
@@ -1335,7 +1337,7 @@ if __name__ == "__main__":
     run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
     # Begin with the first game, or go on from the checkpoint.
-    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, 0))
+    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, 0))  # (1, 1, H, W, 3): one game, one frame
     replay.append(*preprocess(observation[:, 0]), starts=True)
     checkpoint_path = run_dir / "checkpoint.pt"
     if checkpoint_path.exists():
@@ -1388,7 +1390,7 @@ if __name__ == "__main__":
 
             # Store, and begin the next game where one has ended.
             replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
-            if game_ended and not life_ended:  # cut off, no life lost: its returns bootstrap from its last frame
+            if game_ended and not life_ended:  # cut off: store its last frame, for its returns to bootstrap from
                 replay.append(*preprocess(observation[:, 0]), starts=False)
                 replay.truncate()
             if game_ended:
@@ -1493,4 +1495,4 @@ if __name__ == "__main__":
     with atomic(run_dir / "results.json") as path:
         path.write_text(json.dumps(results, indent=2))
     checkpoint_path.unlink(missing_ok=True)
-    print(f"{measure}: mean {results['mean']:.1f}, median {results['median']:.1f}; see {run_dir}/results.json")
+    print(f"mean {results['mean']:.1f}, median {best['median']:.1f} ({measure}); see {run_dir}/results.json")
