@@ -668,7 +668,6 @@ class PatchTransformer(nn.Module):
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
-        self.apply(initialize)
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the N patches (B*S, 1+N, dim)."""

@@ -244,3 +244,23 @@ def test_a_gradient_that_is_not_finite_stays_to_be_seen(wrong):
         replay.frames[30] = frame
         spirl.learn(args, online, target, optimizer, replay, 0.7, generator)
         assert all(p.grad.isfinite().all() for p in online.parameters()) == finite
+
+
+def test_the_gradient_is_not_all_in_one_bias_where_slots_are_padded():
+    """Exact zeros before a LayerNorm, whose slope there is 1000, would put 99 % of its norm there, and clipping would
+    shrink all the rest."""
+    torch.manual_seed(0)
+    online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)
+    replay = spirl.Replay(200, (28, 64), torch.float32, "cpu")
+    for t in range(150):
+        count = int(torch.randint(1, 15, ()))  # of 28 slots
+        frame = torch.randn(28, 64)
+        frame[count:] = 0
+        replay.append(frame, count, t % 50 == 0)
+        replay.complete(int(torch.randint(4, ())), float(torch.randint(-1, 2, ())), t % 50 == 49)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        spirl.learn(spirl.Args(), online, target, optimizer, replay, 0.4, generator)
+    norms = {name: p.grad.norm().item() for name, p in online.named_parameters()}
+    assert norms["trunk.project.bias"] < 0.5 * math.sqrt(sum(norm**2 for norm in norms.values()))
