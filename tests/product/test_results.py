@@ -17,14 +17,14 @@ import spirl_rainbow
 sys.path.insert(0, str(ROOT / "tests/results"))
 import table  # noqa: E402
 
-FILES = sorted(table.FOLDER.glob("*.json"))
+FILES = sorted([*table.FOLDER.glob("*.json"), *table.EARLIER.glob("*.json")])
 README = " ".join((ROOT / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("rows, readme", table.TABLES.items(), ids=[rows.__name__ for rows in table.TABLES])
 def test_the_readmes_have_the_tables_of_all_files(rows, readme):
     runs, text = table.read(), (ROOT / readme).read_text()
-    assert sum(map(len, runs.values())) == len(FILES)
+    assert sum(len(seeds) for folder in (runs, table.read(table.EARLIER)) for seeds in folder.values()) == len(FILES)
     assert f"\n\n{rows(runs)}\n\n" in text
 
 
@@ -52,7 +52,7 @@ def test_the_readmes_sentence_on_data_efficiency_has_the_tables_numbers():
     assert f"at 100,000 steps {spirl[6].strip(' |')} and {de_rainbow[6].strip(' |')}." in README
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_result_is_of_the_papers_agent(path):
     results = json.loads(path.read_text())
     (game, method, seed), args = path.stem.split("__"), results["args"]
@@ -111,10 +111,10 @@ def test_shipped_weights(game, maes, random_play):
 
 
 def test_the_shipped_agent_is_of_its_game_and_fits():
-    """It is of the run tests/results/pytorch_start/MsPacman__spirl__1.json."""
+    """It is of the run tests/results/100k/MsPacman__spirl__1.json."""
     args = spirl_rainbow.Args(env_id="ALE/MsPacman-v5")
     content = spirl_rainbow.load_agent(ROOT / "tests/weights/MsPacman_agent.pt", args)
-    run = json.loads((ROOT / "tests/results/pytorch_start/MsPacman__spirl__1.json").read_text())
+    run = json.loads((table.FOLDER / "MsPacman__spirl__1.json").read_text())
     assert content["step"] == run["steps"] == 100_000 and content["max_patches"] == run["max_patches"] == 43
     assert content["args"]["run_name"] == run["args"]["run_name"]
     network = spirl_rainbow.RainbowNetwork(spirl_rainbow.SalientPatchTransformer(), 128, 9)

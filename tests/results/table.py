@@ -23,6 +23,7 @@ import spirl_baselines  # noqa: E402
 import spirl_rainbow  # noqa: E402
 
 FOLDER = ROOT / "tests/results/100k"
+EARLIER = ROOT / "tests/results/xavier_start"  # SPIRL's runs whose agent began with Xavier weights and zero biases
 SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "de-rainbow-p": spirl_baselines,
            "mae-all": spirl_baselines}
 METHODS = {"spirl": "SPIRL", "de-rainbow": "DE-Rainbow", "de-rainbow-p": "DE-Rainbow-P", "mae-all": "MAE-All"}
@@ -77,9 +78,9 @@ def add(run_dir):
     (FOLDER / f"{game}__{method}__{results['seed']}.json").write_text(json.dumps(results))
 
 
-def read():
+def read(folder=FOLDER):
     """{(game, method): [results of a seed, ...]} in the order of the paper's games."""
-    runs = {(game, method): [json.loads(path.read_text()) for path in sorted(FOLDER.glob(f"{game}__{method}__*.json"))]
+    runs = {(game, method): [json.loads(path.read_text()) for path in sorted(folder.glob(f"{game}__{method}__*.json"))]
             for game in PAPER for method in METHODS}
     return {key: seeds for key, seeds in runs.items() if seeds}
 
@@ -147,8 +148,24 @@ def markdown(runs):
     return "\n".join(rows)
 
 
+def starts(runs):
+    """SPIRL with the agent's initial weights as they are now, and as they were: each seed, and the mean minus the
+    paper's, in its deviations."""
+    rows = ["| game | PyTorch's initial weights: each seed; their mean minus the paper's, in its deviations | Xavier's, as "
+            "before |", "|---|---|---|"]
+    for game, method in read(EARLIER):
+        cells = []
+        for seeds in (runs[game, method], read(EARLIER)[game, method]):
+            means = [results["mean"] for results in seeds]
+            distance = (np.mean(means) - PAPER[game][method][0]) / PAPER[game][method][1]
+            cells.append(f"{', '.join(f'{mean:.1f}' for mean in means)}; {distance:+.1f}")
+        rows.append(f"| {game} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 # What is printed, and which file has it (tests/product/test_results.py).
-TABLES = {headline: "README.md", efficiency: "tests/results/README.md", markdown: "tests/results/README.md"}
+TABLES = {headline: "README.md", efficiency: "tests/results/README.md", markdown: "tests/results/README.md",
+          starts: "tests/results/README.md"}
 
 
 def draw(runs, path):
