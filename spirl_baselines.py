@@ -1,9 +1,10 @@
 """The baselines of SPIRL: Data-Efficient Rainbow, DE-Rainbow-P and MAE-All.
 
-Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023. The training
-loop and the evaluation are those of `spirl_rainbow.py`, so that only the method differs. DE-Rainbow (van Hasselt et al.
-2019) sees grey pixels through a small convolutional network. DE-Rainbow-P does too, after as many random steps as
-SPIRL's MAE has training frames. MAE-All sees the embeddings of all patches of a frame.
+Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023, whose tables
+and figures are named below. The training loop and the evaluation are those of `spirl_rainbow.py`, so that only the
+method differs. DE-Rainbow (van Hasselt et al. 2019) sees grey pixels through a small convolutional network.
+DE-Rainbow-P does too, after as many random steps as SPIRL's MAE has training frames. MAE-All sees the embeddings of all
+patches of a frame.
 
     DE-Rainbow, 100K steps on Frostbite:
         python spirl_baselines.py

@@ -1,9 +1,10 @@
 """SPIRL's first half: learn without reward which patches of an Atari game are salient, and show it.
 
-Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023: a masked
-auto-encoder (MAE) learns to rebuild frames of a random policy from a quarter of their patches (Fig. 1). A patch that it
-cannot rebuild from the patches around it is salient, and the Lorenz curve of a frame's errors says how many are
-(Fig. 3). There is no reinforcement learning here: `spirl_rainbow.py --mae-checkpoint` takes the mae.pt that this saves.
+Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023, whose tables
+and figures are named below: a masked auto-encoder (MAE) learns to rebuild frames of a random policy from a quarter of
+their patches (Fig. 1). A patch that it cannot rebuild from the patches around it is salient, and the Lorenz curve of a
+frame's errors says how many are (Fig. 3). There is no reinforcement learning here: `spirl_rainbow.py --mae-checkpoint`
+takes the mae.pt that this saves.
 
     The paper's pre-training, on Frostbite:
         python spirl_mae.py

@@ -1,9 +1,9 @@
 """SPIRL: learn to play an Atari game in 100,000 steps by looking only at its salient patches.
 
-Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023: a masked
-auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it cannot rebuild from the patches around
-it is salient. The frozen encoder embeds the salient patches of each frame, a one-layer Transformer pools them, and
-Data-Efficient Rainbow picks the action (Fig. 5).
+Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023, whose tables
+and figures are named below: a masked auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it
+cannot rebuild from the patches around it is salient. The frozen encoder embeds the salient patches of each frame, a
+one-layer Transformer pools them, and Data-Efficient Rainbow picks the action (Fig. 5).
 
     Pre-training and 100K steps on Frostbite:
         python spirl_rainbow.py
