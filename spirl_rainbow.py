@@ -1098,10 +1098,8 @@ def load_agent(path, args):
         fail(f"{path} is not an agent.pt of this script; give another file")
     for name in ("env_id", *mae_sizes(args), *vars(SelectionArgs()), *vars(AgentArgs())):
         trained_with = content["args"].get(name)
-        asked_for = getattr(args, name)
-        if trained_with != asked_for:
-            flag = f"--{name.replace('_', '-')}"
-            fail(f"{path} was trained with {flag} {trained_with}, not {asked_for}; give the same (None: leave it out)")
+        if trained_with != getattr(args, name):
+            fail(f"{path} was trained with --{name.replace('_', '-')} {trained_with}; give it too (None: leave it out)")
     return content
 
 
