@@ -73,7 +73,7 @@ class RunArgs:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or of facebookresearch/mae: no pre-training
+    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or facebookresearch/mae's; none is pre-trained
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing

@@ -87,7 +87,7 @@ class RunArgs:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or of facebookresearch/mae: no pre-training
+    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or facebookresearch/mae's; none is pre-trained
     agent_checkpoint: str | None = None  # an agent.pt to watch, without training, with its MAE as --mae-checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
@@ -1018,7 +1018,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Outlined: what the agent sees of the frame. Yellow: the fewest that draw 60 % of its attention")
+    figure.suptitle("Outlined: what the agent sees. Yellow: the fewest that get 60 % of its attention to the outlined")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -1096,10 +1096,11 @@ def load_agent(path, args):
     content = read_checkpoint(path)
     if "max_patches" not in content:
         fail(f"{path} is not an agent.pt of this script; give another file")
+    trained_with = vars(Args()) | content["args"]  # a flag that is newer than the agent had its default
     for name in ("env_id", *mae_sizes(args), *vars(SelectionArgs()), *vars(AgentArgs())):
-        trained_with = content["args"].get(name)
-        if trained_with != getattr(args, name):
-            fail(f"{path} was trained with --{name.replace('_', '-')} {trained_with}; give it too (None: leave it out)")
+        value = trained_with[name]
+        if value != getattr(args, name):
+            fail(f"{path} was trained with --{name.replace('_', '-')} {value}; give it too (None: leave it out)")
     return content
 
 
@@ -1302,7 +1303,7 @@ if __name__ == "__main__":
     mae.eval().requires_grad_(False)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
-    max_patches = ratio_to_patches(max_ratio, mae.num_patches)
+    max_patches = trained["max_patches"] if trained else ratio_to_patches(max_ratio, mae.num_patches)
     print(f"the agent sees at most {max_patches} of {mae.num_patches} patches of a frame")
     lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None
 

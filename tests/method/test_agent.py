@@ -246,9 +246,21 @@ def test_a_gradient_that_is_not_finite_stays_to_be_seen(wrong):
         assert all(p.grad.isfinite().all() for p in online.parameters()) == finite
 
 
+def test_the_transformer_begins_with_pytorchs_weights_and_small_tokens():
+    torch.manual_seed(0)
+    trunk = spirl.SalientPatchTransformer()
+    for layer in (layer for layer in trunk.modules() if isinstance(layer, torch.nn.Linear)):
+        bound = layer.in_features**-0.5
+        assert all(0.9 * bound < p.abs().max() <= bound for p in layer.parameters()), layer
+    assert {layer.eps for layer in trunk.modules() if isinstance(layer, torch.nn.LayerNorm)} == {1e-6}
+    for name in ("cls_token", "pad"):
+        tokens = [getattr(spirl.SalientPatchTransformer(padding="token"), name).flatten() for _ in range(30)]
+        assert torch.cat(tokens).std().item() == pytest.approx(0.02, rel=0.1)
+
+
 def test_the_gradient_is_not_all_in_one_bias_where_slots_are_padded():
-    """Exact zeros before a LayerNorm, whose slope there is 1000, would put 99 % of its norm there, and clipping would
-    shrink all the rest."""
+    """With zero biases padding would reach a LayerNorm as exact zeros, where its slope is 1000: nearly all of the
+    gradient's norm would be in `project.bias`, and clipping would shrink the rest."""
     torch.manual_seed(0)
     online, target = (spirl.RainbowNetwork(spirl.SalientPatchTransformer(), 128, 4) for _ in range(2))
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-4, eps=1.5e-4, fused=True)

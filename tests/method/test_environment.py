@@ -183,15 +183,20 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
     assert spirl.evaluate(dataclasses.replace(args, eval_epsilon=1.0), policy, read_pixels)[0] != scores
 
 
-def test_a_game_is_scored_to_the_step_that_cuts_it_off_though_it_loses_a_life_there():
-    env, rng = make("MsPacman"), np.random.default_rng([1, spirl.EVALUATE])
+@pytest.mark.parametrize("name, cut_off", [("MsPacman", True), ("Frogger", False)])
+def test_a_game_is_scored_to_its_end(name, cut_off):
+    """MsPacman to the step that cuts it off, though it loses a life there; Frogger, which plays on without lives."""
+    env, rng = make(name), np.random.default_rng([1, spirl.EVALUATE])
     _, info = env.reset(seed=spirl.game_seeds(1, spirl.EVALUATE))
-    score, length, lives = 0, 0, info["lives"][0]
-    while info["lives"][0] == lives:
-        action = rng.integers(9, size=1)
+    score, length, lives, ended = 0, 0, info["lives"][0], False
+    while not ended:
+        action = rng.integers(env.single_action_space.n, size=1)
         rng.random(1)  # evaluate draws whether the action is random
-        _, reward, _, _, info = env.step(action)
+        _, reward, terminated, _, info = env.step(action)
         score, length = score + float(reward[0]), length + 1
-    args = spirl.Args(env_id="ALE/MsPacman-v5", max_episode_frames=4 * length, eval_episodes=1, eval_epsilon=1.0)
-    scores, recording = spirl.evaluate(args, FirstPixels(9), read_pixels)
+        ended = info["lives"][0] < lives if cut_off else terminated[0]
+    args = spirl.Args(env_id=f"ALE/{name}-v5", eval_episodes=1, eval_epsilon=1.0)
+    if cut_off:
+        args.max_episode_frames = 4 * length
+    scores, recording = spirl.evaluate(args, FirstPixels(int(env.single_action_space.n)), read_pixels)
     assert scores == [score] and len(recording) == length

@@ -82,7 +82,7 @@ ROWS += [
         [*WATCH, "wide.pt"],
         "wide.pt was trained with --agent-dim 64; give it too .None: leave it out",
     ),
-    ("spirl_rainbow.py", [*WATCH, "old.pt"], "old.pt was trained with --noisy-std None; give it too"),
+    ("spirl_rainbow.py", [*WATCH, "old.pt", "--noisy-std", "0.4"], "old.pt was trained with --noisy-std 0.5; give"),
     ("spirl_mae.py", ["--coverage", "1"], "--coverage must be below 1"),
     ("spirl_baselines.py", ["--mae-checkpoint", "empty.pt"], "--mae-checkpoint is not for --method de-rainbow"),
     ("spirl_baselines.py", ["--mae-frames", "5000"], "--mae-frames is not for --method de-rainbow; leave it out"),

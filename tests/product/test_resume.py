@@ -160,7 +160,7 @@ def test_a_run_begun_on_a_gpu_goes_on_without_one(stopped, refused, capsys):
         go_on("--seed", "2")
     end = go_on("--device", "cpu", "--threads", "2")
     out = capsys.readouterr().out
-    assert "--device cpu, --threads 2, " in out
+    assert f"--device cpu, --threads 2; writing to {path}; " in out
     assert out.count("note: another kind of device than before: from here the digits differ") == 1
     results = json.loads((path / "results.json").read_text())
     assert results["device"] == "cpu" and results["updates"] == end["run"].updates == 50
@@ -186,6 +186,8 @@ def interrupted(folder):
     process = subprocess.Popen(command, cwd=folder, preexec_fn=terminal, **pipes)
     while process.poll() is None and not (folder / "runs/stopped/checkpoint.pt").exists():
         time.sleep(0.01)
+    with (folder / "runs/stopped/args.json").open() as file, pytest.raises(BlockingIOError):  # while it runs
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     process.send_signal(signal.SIGINT)
     err = process.communicate()[1]
     done = run(folder, "--resume", "runs/stopped", script=DE_RAINBOW_P[0])
