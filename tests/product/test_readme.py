@@ -56,7 +56,10 @@ def test_every_name_in_the_readmes_map_exists():
         assert any(hasattr(module, name) for module in SCRIPTS.values()), name
 
 
-@pytest.mark.parametrize("script", ["results/table.py", "benchmarks/benchmark.py", "benchmarks/mask_spread.py"])
+BESIDE = ["results/table.py", "benchmarks/benchmark.py", "benchmarks/mask_spread.py", "benchmarks/sight.py"]
+
+
+@pytest.mark.parametrize("script", BESIDE)
 def test_a_script_beside_the_tests_starts(tmp_path, script):
     done = run(tmp_path, "--help", script=f"tests/{script}")
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
