@@ -831,13 +831,16 @@ def mark_patches(frame, selected, attended, side):
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
     patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
-    others = np.setdiff1d(np.arange(side**2), selected)
-    patches[others // side, others % side] //= 3
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
-    for ids, colour in ((selected, (255, 0, 0)), (attended, (255, 255, 0))):  # red, yellow
-        for i in ids:
-            patches[i // side, i % side, border] = colour
+    for i in range(side**2):
+        patch = patches[i // side, i % side]  # (size, size, 3)
+        if i in attended:
+            patch[border] = (255, 255, 0)  # yellow
+        elif i in selected:
+            patch[border] = (255, 0, 0)  # red
+        else:
+            patch //= 3  # dark
     return picture
 
 
