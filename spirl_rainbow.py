@@ -1028,12 +1028,11 @@ def draw_policy_attention(marked, side, path):
 
 def save_video(marked, side, path):
     """All steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a GIF."""
-    first = mark_patches(*marked[0], side)
-    figure = Figure(figsize=[len(first) / 100] * 2)  # at 100 dots an inch, pixel by pixel
-    image = figure.figimage(first)
+    figure = Figure()
+    image = figure.figimage(mark_patches(*marked[0], side), resize=True)  # the figure is the picture, pixel by pixel
     print(f"drawing {path}")
     writer = PillowWriter(fps=15)
-    with atomic(path) as temporary, writer.saving(figure, temporary, dpi=100):
+    with atomic(path) as temporary, writer.saving(figure, temporary, figure.dpi):
         for step in marked:
             image.set_data(mark_patches(*step, side))
             writer.grab_frame()
