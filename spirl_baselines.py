@@ -1012,9 +1012,10 @@ def stop(*_):
 
 
 # Flags that are shares, from 0 to 1, and flags that may be 0: a list for all three scripts.
-SHARES = {"mae_mask_ratio", "mae_mask_spread", "max_ratio", "coverage", "gamma", "eval_epsilon"}
-SHARES |= {"priority_exponent", "priority_weight"}
-MAY_BE_0 = SHARES | {"seed", "checkpoint_frequency", "eval_frequency", "mae_weight_decay", "noisy_std"}
+SHARES = (
+    "mae_mask_ratio mae_mask_spread max_ratio coverage gamma eval_epsilon priority_exponent priority_weight".split()
+)
+MAY_BE_0 = SHARES + "seed checkpoint_frequency eval_frequency mae_weight_decay noisy_std".split()
 
 
 def check_each(args):
