@@ -304,9 +304,9 @@ class MaskedAutoencoder(nn.Module):
         """All N patches (B, N, C), normalised as in Eq. (2), from encode's `latent` (B, 1+V, D) and its `ids` (B, V).
         With `wanted` (B,), one patch id a frame, only that patch, (B, C): the last layer then computes no other."""
         x = self.decoder_embed(latent)  # (B, 1+V, D)
-        places = ids[..., None].expand(-1, -1, x.shape[2])
-        tokens = self.mask_token.expand(len(x), self.num_patches, -1)  # (B, N, D)
-        tokens = tokens.scatter(1, places, x[:, 1:])
+        frame = torch.arange(len(x), device=x.device)[:, None]  # (B, 1)
+        tokens = self.mask_token.repeat(len(x), self.num_patches, 1)  # (B, N, D)
+        tokens[frame, ids] = x[:, 1:]
         x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
         for block in self.decoder_blocks[:-1]:
             x = block(x)
@@ -314,9 +314,7 @@ class MaskedAutoencoder(nn.Module):
         if wanted is None:
             x = last(x)[:, 1:]  # without [cls]
         else:
-            frame = torch.arange(len(x), device=x.device)
-            rows = frame[:, None], 1 + wanted[:, None]  # [cls] is token 0
-            x = last(x, rows=rows).squeeze(1)  # (B, D)
+            x = last(x, rows=(frame, 1 + wanted[:, None])).squeeze(1)  # (B, D); [cls] is token 0
         return self.decoder_pred(self.decoder_norm(x))
 
     def forward(self, frames, mask_ratio=0.75, generator=None):
