@@ -1441,12 +1441,10 @@ if __name__ == "__main__":
                     torch.save(checkpoint, path)
                 run.saved_step = step + 1  # only now: Ctrl-C names the last step that is on disk
 
-        # Evaluate, with a copy of the error map's cache: an error's last digits depend on what it is computed with, so
-        # if evaluation filled training's cache, evaluating more often would change training.
-        eval_error_map = ErrorMapCache(mae)
-        eval_error_map.errors.update(error_map.errors)
-        eval_preprocess = partial(embed_salient_patches, mae, eval_error_map, max_patches, lorenz_slope)
-        scores, recording = evaluate(args, online, eval_preprocess)
+        # Evaluate. Training gets its cache of errors back afterwards: an error's last digits depend on what it is
+        # computed with, so if evaluation filled that cache, evaluating more often would change training.
+        training_errors = error_map.errors.copy()
+        scores, recording = evaluate(args, online, preprocess)
         median = float(np.median(scores))
         writer.add_scalar("eval/mean", np.mean(scores), eval_step)
         writer.add_scalar("eval/median", median, eval_step)
@@ -1458,12 +1456,13 @@ if __name__ == "__main__":
                 torch.save(trained or agent, path)  # a watched agent as it was
             marked = []
             for frame, state in recording:
-                errors = eval_error_map(torch.from_numpy(frame[None]))
+                errors = error_map(torch.from_numpy(frame[None]))
                 patch_ids, _ = select_salient_patches(errors, max_patches, lorenz_slope)
                 marked.append((frame, *attended_patches(trunk, state, patch_ids)))
             draw_policy_attention(marked, mae.side, run_dir / "figures/policy_attention.png")
             if args.capture_video:
                 save_video(marked, mae.side, run_dir / "videos/policy.gif")
+        error_map.errors = training_errors
 
     # The report.
     envs.close()
