@@ -1161,9 +1161,7 @@ if __name__ == "__main__":
     # resume plays the game again, from its seed and its actions.
     run = SimpleNamespace(saved_step=0, updates=0, training_scores=[], evaluations=[], seconds=0, score=0, actions=[])
 
-    # Begin with the first game, or go on from the checkpoint.
-    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, 0))  # (1, 1, H, W, 3): one game, one frame
-    replay.append(*preprocess(observation[:, 0]), starts=True)
+    # Go on from the checkpoint, if there is one.
     checkpoint_path = run_dir / "checkpoint.pt"
     if checkpoint_path.exists():
         checkpoint = read_checkpoint(checkpoint_path, device)
@@ -1177,11 +1175,15 @@ if __name__ == "__main__":
         except RuntimeError:  # a CPU's generator cannot go on from a GPU's state
             generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
             print("note: another kind of device than before: from here the digits differ from a run's that never moved")
-        observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
-        for action in run.actions:
-            observation, *_, info = envs.step(np.array([action]))
-        if not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
-            fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
+
+    # The game so far: its start, and what a resumed run has played of it. (1, 1, H, W, 3): one game, one frame.
+    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
+    for action in run.actions:
+        observation, *_, info = envs.step(np.array([action]))
+    if run.saved_step == 0:
+        replay.append(*preprocess(observation[:, 0]), starts=True)
+    elif not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
+        fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
     writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # drops what was logged after the checkpoint
 
     # Train up to the next evaluation, and evaluate. In the 100K setting there is one, at the end.
