@@ -1273,7 +1273,7 @@ if __name__ == "__main__":
     device = pick_device(args.device)
     keep_freed_memory()
     torch.set_num_threads(args.threads)
-    game = args.env_id.removeprefix("ALE/").split("-")[0]
+    game = gym.spec(args.env_id).name  # without "ALE/" and "-v5"
     run_name = args.run_name or f"{game}__{Path(__file__).stem}__{args.seed}__{int(1000 * time.time())}"
     run_dir = Path(args.resume or f"runs/{run_name}")
 
