@@ -819,7 +819,9 @@ def parse_args():
         if not end.code:  # after --help
             print(commands)
         raise
-    args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
+    args = Args()
+    for part in parts.values():
+        vars(args).update(vars(part))
     if args.resume is None:
         return args
     given = {word[2:].partition("=")[0] for word in sys.argv if word.startswith("--")}
