@@ -830,12 +830,10 @@ class SalientPatchTransformer(nn.Module):
         attendable = present.flatten(0, 1) if self.padding == "mask" else None
         rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # the [cls] row, or the patch rows
         z = self.block(x, attendable, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
-        if self.pooling == "cls":
-            return z.flatten(1)
-        if self.padding != "mask":
-            return z.mean(2).flatten(1)
-        total = (z * present[..., None]).sum(2)
-        return (total / counts.clamp(min=1)[..., None]).flatten(1)
+        if self.pooling == "mean" and self.padding == "mask":
+            total = (z * present[..., None]).sum(2)
+            return (total / counts.clamp(min=1)[..., None]).flatten(1)
+        return z.mean(2).flatten(1)  # a [cls] row alone is its own mean
 
 
 class RainbowNetwork(nn.Module):
