@@ -341,7 +341,7 @@ class MaskedAutoencoder(nn.Module):
                 f"(B, {', '.join(map(str, self.image_shape))})"
             )
         size = self.patch_size
-        grid = frames.reshape(len(frames), self.side, size, self.side, size, self.image_shape[2])
+        grid = frames.reshape(len(frames), self.side, size, self.side, size, -1)
         patches = grid.transpose(2, 3)  # (B, row of patches, column of patches, row, column, colour)
         return patches.flatten(3).flatten(1, 2) / 255
 
