@@ -1015,7 +1015,7 @@ if __name__ == "__main__":
         "kept_whole": kept_whole,
         "pretraining_seconds": None if args.resume or args.mae_checkpoint else seconds,  # a resumed part is no measure
         "device": str(device),
-        "threads": torch.get_num_threads(),
+        "threads": args.threads,
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     with atomic(run_dir / "results.json") as path:

@@ -1490,7 +1490,7 @@ if __name__ == "__main__":
         "max_patches": max_patches,
         "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),
-        "threads": torch.get_num_threads(),
+        "threads": args.threads,
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     with atomic(run_dir / "results.json") as path:
