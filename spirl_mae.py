@@ -541,13 +541,12 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
          concave), the salient patches at its steep right end.
       2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
       3. Of i = 1 ... N-2 take the one whose slope is closest to lorenz_slope, the smallest among equals.
-      4. Keep the K = N - i patches with the largest errors, at most max_patches; K = 1 where step 3 has no i, or all
-         errors are equal.
+      4. Keep the K = N - i patches with the largest errors, at most max_patches; K = 1 where all errors are equal.
     In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and up to two more
     (more only where errors are equal); at most max_patches, and never all N.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
     36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
-    Raises ValueError unless 1 <= max_patches <= N.
+    N is at least 3; raises ValueError unless 1 <= max_patches <= N.
     """
     B, N = errors.shape
     if not 1 <= max_patches <= N:
@@ -555,8 +554,6 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
     patch_ids = errors.sort(dim=1, descending=True, stable=True).indices[:, :max_patches]
     if lorenz_slope is None:
         return patch_ids, patch_ids.new_full((B,), max_patches)
-    if N < 3:
-        return patch_ids, patch_ids.new_ones(B)
     ascending = errors.double().sort(dim=1).values
     v = ascending / ascending.sum(1, keepdim=True)
     slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1)
