@@ -1123,7 +1123,7 @@ if __name__ == "__main__":
             pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
             save_mae(run_mae_path, mae, args, salient_counts={})
             del frames, held_out  # free memory for training
-        elif source_path != run_mae_path:
+        else:  # a resumed run copies its own
             with atomic(run_mae_path) as path:
                 shutil.copyfile(source_path, path)  # its `args` still say how it was made
         (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
