@@ -428,8 +428,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
             "optimizer": optimizer.state_dict(),
             "held_out_losses": held_out_losses,
         }
-        with atomic(path) as temporary:
-            torch.save(checkpoint, temporary)
+        save(checkpoint, path)
     progress.close()
     writer.close()
     return held_out_losses
@@ -756,6 +755,12 @@ def atomic(path):
     os.replace(temporary, path)
 
 
+def save(content, path):
+    """Write a .pt file of the dict `content`, by a temporary one."""
+    with atomic(path) as temporary:
+        torch.save(content, temporary)
+
+
 def read_checkpoint(path, device="cpu"):
     """The dict in a .pt file; no code in it is run. Exits with status 2 where it is not one."""
     try:
@@ -777,8 +782,7 @@ def save_mae(path, mae, args, salient_counts):
     """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
     counted at}, or {}."""
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    with atomic(path) as temporary:
-        torch.save(content | {"salient_counts": salient_counts}, temporary)
+    save(content | {"salient_counts": salient_counts}, path)
 
 
 def load_mae(path, mae, args):

@@ -486,8 +486,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
             "optimizer": optimizer.state_dict(),
             "held_out_losses": held_out_losses,
         }
-        with atomic(path) as temporary:
-            torch.save(checkpoint, temporary)
+        save(checkpoint, path)
     progress.close()
     writer.close()
     return held_out_losses
@@ -1045,6 +1044,12 @@ def atomic(path):
     os.replace(temporary, path)
 
 
+def save(content, path):
+    """Write a .pt file of the dict `content`, by a temporary one."""
+    with atomic(path) as temporary:
+        torch.save(content, temporary)
+
+
 def read_checkpoint(path, device="cpu"):
     """The dict in a .pt file; no code in it is run. Exits with status 2 where it is not one."""
     try:
@@ -1066,8 +1071,7 @@ def save_mae(path, mae, args, salient_counts):
     """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
     counted at}, or {}."""
     content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    with atomic(path) as temporary:
-        torch.save(content | {"salient_counts": salient_counts}, temporary)
+    save(content | {"salient_counts": salient_counts}, path)
 
 
 def load_mae(path, mae, args):
@@ -1436,8 +1440,7 @@ if __name__ == "__main__":
                     "generator": generator.get_state(),
                     "observation": zlib.crc32(observation),  # a checksum, to know the replayed game by
                 }
-                with atomic(checkpoint_path) as path:
-                    torch.save(checkpoint, path)
+                save(checkpoint, checkpoint_path)
                 run.saved_step = step + 1  # only now: Ctrl-C names the last step that is on disk
 
         # Evaluate. Training gets its cache of errors back afterwards: an error's last digits depend on what it is
@@ -1451,8 +1454,7 @@ if __name__ == "__main__":
         best = max(run.evaluations, key=lambda evaluation: evaluation["median"])  # the first of equals
         if best["step"] == eval_step:  # the best so far
             agent = {"model": online.state_dict(), "args": vars(args), "step": eval_step, "max_patches": max_patches}
-            with atomic(run_dir / "agent.pt") as path:
-                torch.save(trained or agent, path)  # a watched agent as it was
+            save(trained or agent, run_dir / "agent.pt")  # a watched agent as it was
             marked = []
             for frame, state in recording:
                 errors = error_map(torch.from_numpy(frame[None]))
