@@ -938,8 +938,10 @@ def evaluate(args, network, preprocess):
         if step == 0:  # frames before the game are blank: count 0
             stacks = features.new_zeros(G, args.frame_stack, *features.shape[1:])  # (G, S, *)
             counts = count.new_zeros(G, args.frame_stack)
-        stacks[playing] = torch.cat([stacks[playing, 1:], features[:, None]], 1)
-        counts[playing] = torch.cat([counts[playing, 1:], count[:, None]], 1)
+        stacks = stacks.roll(-1, 1)  # the newest frame comes last, where the oldest was
+        counts = counts.roll(-1, 1)
+        stacks[playing, -1] = features
+        counts[playing, -1] = count
         if playing[0] == 0 and step < 1000:  # the first game is not over
             state = stacks[:1].clone(), counts[:1].clone()
             recording.append((observation[0, 0].copy(), state))
