@@ -885,7 +885,7 @@ def atomic(path):
 
 
 def save(content, path):
-    """Write a .pt file of the dict `content`, by a temporary one."""
+    """Write the dict `content` as a .pt file."""
     with atomic(path) as temporary:
         torch.save(content, temporary)
 
@@ -1129,7 +1129,7 @@ if __name__ == "__main__":
             pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
             save_mae(run_mae_path, mae, args, salient_counts={})
             del frames, held_out  # free memory for training
-        else:  # a resumed run copies its own
+        elif source_path != run_mae_path:
             with atomic(run_mae_path) as path:
                 shutil.copyfile(source_path, path)  # its `args` still say how it was made
         (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)

@@ -756,7 +756,7 @@ def atomic(path):
 
 
 def save(content, path):
-    """Write a .pt file of the dict `content`, by a temporary one."""
+    """Write the dict `content` as a .pt file."""
     with atomic(path) as temporary:
         torch.save(content, temporary)
 
