@@ -1184,13 +1184,13 @@ if __name__ == "__main__":
             generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
             print("note: another kind of device than before: from here the digits differ from a run's that never moved")
 
-    # The game so far: its start, and what a resumed run has played of it. (1, 1, H, W, 3): one game, one frame.
-    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
+    # The game so far: its start, and what a resumed run has played of it.
+    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))  # (1, 1, H, W, 3)
     for action in run.actions:
         observation, *_, info = envs.step(np.array([action]))
-    if run.saved_step == 0:
+    if run.saved_step == 0:  # a new run: the replay of a resumed one has this frame
         replay.append(*preprocess(observation[:, 0]), starts=True)
-    elif zlib.crc32(observation) != checkpoint["observation"]:
+    elif not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
         fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
     writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # drops what was logged after the checkpoint
 
@@ -1263,7 +1263,7 @@ if __name__ == "__main__":
                     "replay": vars(replay),
                     "run": vars(run) | {"saved_step": step + 1},
                     "generator": generator.get_state(),
-                    "observation": zlib.crc32(observation),  # a checksum, to know the replayed game by
+                    "observation": torch.from_numpy(observation),
                 }
                 save(checkpoint, checkpoint_path)
                 run.saved_step = step + 1  # only now: Ctrl-C names the last step that is on disk

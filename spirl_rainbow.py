@@ -826,10 +826,13 @@ class SalientPatchTransformer(nn.Module):
         attendable = present.flatten(0, 1) if self.padding == "mask" else None
         rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # the [cls] row, or the patch rows
         z = self.block(x, attendable, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
-        if self.pooling == "mean" and self.padding == "mask":
-            total = (z * present[..., None]).sum(2)
-            return (total / counts.clamp(min=1)[..., None]).flatten(1)
-        return z.mean(2).flatten(1)  # a [cls] row alone is its own mean
+        if self.pooling == "cls":
+            o = z
+        elif self.padding == "mask":
+            o = (z * present[..., None]).sum(2) / counts.clamp(min=1)[..., None]
+        else:
+            o = z.mean(2)
+        return o.flatten(1)
 
 
 class RainbowNetwork(nn.Module):
@@ -1355,13 +1358,13 @@ if __name__ == "__main__":
             generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
             print("note: another kind of device than before: from here the digits differ from a run's that never moved")
 
-    # The game so far: its start, and what a resumed run has played of it. (1, 1, H, W, 3): one game, one frame.
-    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
+    # The game so far: its start, and what a resumed run has played of it.
+    observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))  # (1, 1, H, W, 3)
     for action in run.actions:
         observation, *_, info = envs.step(np.array([action]))
-    if run.saved_step == 0:
+    if run.saved_step == 0:  # a new run: the replay of a resumed one has this frame
         replay.append(*preprocess(observation[:, 0]), starts=True)
-    elif zlib.crc32(observation) != checkpoint["observation"]:
+    elif not np.array_equal(observation, checkpoint["observation"].cpu().numpy()):
         fail(f"--resume {run_dir}: the replayed game differs at step {run.saved_step}; resume with the same ale-py")
     writer = SummaryWriter(run_dir, purge_step=run.saved_step)  # drops what was logged after the checkpoint
 
@@ -1440,7 +1443,7 @@ if __name__ == "__main__":
                     "errors": error_map.errors,
                     "run": vars(run) | {"saved_step": step + 1},
                     "generator": generator.get_state(),
-                    "observation": zlib.crc32(observation),  # a checksum, to know the replayed game by
+                    "observation": torch.from_numpy(observation),
                 }
                 save(checkpoint, checkpoint_path)
                 run.saved_step = step + 1  # only now: Ctrl-C names the last step that is on disk
