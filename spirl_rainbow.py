@@ -1164,7 +1164,6 @@ def open_run(args, run_dir, device):
     if not args.resume:
         if run_dir.exists():
             fail(f"--run-name {args.run_name}: {run_dir} already exists; give another name")
-        run_dir.mkdir(parents=True)
         checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum}, indent=2))
