@@ -43,7 +43,6 @@ import difflib
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -915,8 +914,8 @@ def save_mae(path, mae, args, salient_counts):
 
 
 def load_mae(path, mae, args):
-    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns its
-    salient_counts, {} where there are none. Exits with status 2 if it does not fit."""
+    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
+    file. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
     for name, value in made_for.items():
@@ -926,7 +925,7 @@ def load_mae(path, mae, args):
         mae.load_state_dict(content.get("model"))
     except (RuntimeError, TypeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give a mae.pt of its sizes")
-    return content.get("salient_counts", {})
+    return content
 
 
 def keep_freed_memory():
@@ -1119,7 +1118,7 @@ if __name__ == "__main__":
         run_mae_path = run_dir / "mae.pt"
         source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
         if source_path is not None:
-            load_mae(source_path, mae, args)
+            content = load_mae(source_path, mae, args)
     lock = open_run(args, run_dir, device)  # kept, it holds the lock; nothing is created before this
     if args.method == "mae-all":
         if source_path is None:
@@ -1129,8 +1128,7 @@ if __name__ == "__main__":
             save_mae(run_mae_path, mae, args, salient_counts={})
             del frames, held_out  # free memory for training
         elif source_path != run_mae_path:
-            with atomic(run_mae_path) as path:
-                shutil.copyfile(source_path, path)  # its `args` still say how it was made
+            save(content, run_mae_path)  # its `args` still say how it was made
         (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
         mae.eval().requires_grad_(False)
 
