@@ -433,7 +433,6 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     if len(frames) < args.mae_batch_size:
         raise ValueError(f"there are {len(frames)} frames; a batch (mae_batch_size) needs {args.mae_batch_size}")
     device = mae.pos_embed.device
-    held_out = held_out.to(device)
     parameters = list(mae.parameters())
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     not_decayed = [parameter for parameter in parameters if parameter.ndim <= 1]  # biases and LayerNorm
@@ -475,7 +474,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
 
         with torch.no_grad():
             generator = torch.Generator(device).manual_seed(0)  # the same masks in each epoch
-            held_out_loss, _, _ = mae(held_out, args.mae_mask_ratio, generator)
+            held_out_loss, _, _ = mae(held_out.to(device), args.mae_mask_ratio, generator)
         held_out_losses.append(held_out_loss.item())
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
@@ -993,11 +992,11 @@ def mark_patches(frame, selected, attended, side):
     ones in yellow, all others dark."""
     picture = frame.repeat(4, 0).repeat(4, 1)
     size = len(picture) // side
-    patches = picture.reshape(side, size, side, size, 3).swapaxes(1, 2)  # a view: painting it paints the picture
+    grid = picture.reshape(side, size, side, size, 3)  # a view: painting it paints the picture
     border = np.ones((size, size), bool)
     border[2:-2, 2:-2] = False
     for i in range(side**2):
-        patch = patches[i // side, i % side]  # (size, size, 3)
+        patch = grid[i // side, :, i % side]  # (size, size, 3)
         if i in attended:
             patch[border] = (255, 255, 0)  # yellow
         elif i in selected:
