@@ -776,18 +776,17 @@ def evaluate(args, network, preprocess):
     actions = np.zeros(G, int)
     playing = np.arange(G)  # the games that are not over
     recording = []
-    step = 0
-    progress = tqdm(desc="evaluating")
+    progress = tqdm(desc="evaluating", total=G)
     while len(playing):
         features, count = preprocess(observation[playing, 0])
-        if step == 0:  # frames before the game are blank: count 0
+        if not recording:  # the first step: frames before the game are blank, count 0
             stacks = features.new_zeros(G, args.frame_stack, *features.shape[1:])  # (G, S, *)
             counts = count.new_zeros(G, args.frame_stack)
         stacks = stacks.roll(-1, 1)  # the newest frame comes last, where the oldest was
         counts = counts.roll(-1, 1)
         stacks[playing, -1] = features
         counts[playing, -1] = count
-        if playing[0] == 0 and step < 1000:  # the first game is not over
+        if playing[0] == 0 and len(recording) < 1000:  # the first game is not over
             state = stacks[:1].clone(), counts[:1].clone()
             recording.append((observation[0, 0].copy(), state))
 
@@ -798,11 +797,9 @@ def evaluate(args, network, preprocess):
         actions[playing] = np.where(is_random, random, greedy)
         observation, reward, terminated, truncated, _ = envs.step(actions)  # a game that begins anew is not counted
         scores[playing] += reward[playing]
-        over = terminated | truncated
-        playing = playing[~over[playing]]
-        progress.set_postfix(still_playing=len(playing), refresh=False)
-        progress.update()
-        step += 1
+        over = (terminated | truncated)[playing]
+        playing = playing[~over]
+        progress.update(over.sum())
     progress.close()
     envs.close()
     network.train()
@@ -860,10 +857,9 @@ def save_video(marked, side, path):
     """All steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a GIF."""
     figure = Figure()
     image = figure.figimage(mark_patches(*marked[0], side), resize=True)  # the figure is the picture, pixel by pixel
-    print(f"drawing {path}")
     writer = PillowWriter(fps=15)
     with atomic(path) as temporary, writer.saving(figure, temporary, figure.dpi):
-        for step in marked:
+        for step in tqdm(marked, f"drawing {path.name}"):
             image.set_data(mark_patches(*step, side))
             writer.grab_frame()
 
@@ -1196,7 +1192,7 @@ if __name__ == "__main__":
     eval_steps = [*range(eval_frequency, args.total_timesteps, eval_frequency), args.total_timesteps]
     for eval_step in eval_steps[len(run.evaluations) :]:  # after a resume, those that are not done
         steps = range(run.saved_step, eval_step)
-        progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step, disable=not steps)
+        progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
         for step in progress:
             # Act.
             if step < args.learning_starts:
@@ -1222,7 +1218,7 @@ if __name__ == "__main__":
             if game_ended:
                 writer.add_scalar("charts/episodic_return", run.score, step)
                 run.training_scores.append((step, run.score))
-                progress.set_postfix(score=run.score, games=len(run.training_scores))
+                progress.set_postfix(score=run.score)
                 run.score = 0.0
                 run.actions = []
                 # Before the autoreset, which would take a step and choose the seed.
