@@ -1124,7 +1124,6 @@ if __name__ == "__main__":
             del frames, held_out  # free memory for training
         elif source_path != run_mae_path:
             save(content, run_mae_path)  # its `args` still say how it was made
-        (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)
         mae.eval().requires_grad_(False)
 
     # The agent. Seed again: its weights must not depend on how the MAE was made.
@@ -1191,8 +1190,7 @@ if __name__ == "__main__":
     eval_frequency = args.eval_frequency or args.total_timesteps
     eval_steps = [*range(eval_frequency, args.total_timesteps, eval_frequency), args.total_timesteps]
     for eval_step in eval_steps[len(run.evaluations) :]:  # after a resume, those that are not done
-        steps = range(run.saved_step, eval_step)
-        progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
+        progress = tqdm(range(run.saved_step, eval_step), "training", args.total_timesteps, initial=run.saved_step)
         for step in progress:
             # Act.
             if step < args.learning_starts:
@@ -1284,9 +1282,7 @@ if __name__ == "__main__":
     envs.close()
     writer.close()
     scores = best["scores"]
-    measure = "mean score of the final weights"
-    if len(run.evaluations) > 1:
-        measure = "best median of the evaluations during training"
+    measure = "best median of the evaluations" if len(run.evaluations) > 1 else "mean score of the final weights"
     results = {
         "env_id": args.env_id,
         "method": args.method,
@@ -1308,5 +1304,6 @@ if __name__ == "__main__":
     }
     with atomic(run_dir / "results.json") as path:
         path.write_text(json.dumps(results, indent=2))
-    checkpoint_path.unlink()
+    for path in run_dir.rglob("checkpoint.pt"):  # this one, and the one of pre-training
+        path.unlink()
     print(f"mean {results['mean']:.1f}, median {best['median']:.1f} ({measure}); see {run_dir}/results.json")

@@ -1299,11 +1299,10 @@ if __name__ == "__main__":
         del frames, held_out  # free memory for training
     elif source_path != run_mae_path:
         save(content, run_mae_path)  # its `args` still say how it was made
-    (run_dir / "mae/checkpoint.pt").unlink(missing_ok=True)  # also where a kill came just after mae.pt was written
     mae.eval().requires_grad_(False)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
-    max_patches = trained["max_patches"] if trained else ratio_to_patches(max_ratio, mae.num_patches)
+    max_patches = ratio_to_patches(max_ratio, mae.num_patches)
     print(f"the agent sees at most {max_patches} of {mae.num_patches} patches of a frame")
     lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None
 
@@ -1370,8 +1369,7 @@ if __name__ == "__main__":
         run.saved_step = trained["step"]
         eval_steps = [run.saved_step]
     for eval_step in eval_steps[len(run.evaluations) :]:  # after a resume, those that are not done
-        steps = range(run.saved_step, eval_step)
-        progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step)
+        progress = tqdm(range(run.saved_step, eval_step), "training", args.total_timesteps, initial=run.saved_step)
         for step in progress:
             # Act.
             if step < args.learning_starts:
@@ -1467,9 +1465,7 @@ if __name__ == "__main__":
     envs.close()
     writer.close()
     scores = best["scores"]
-    measure = "mean score of the final weights"
-    if len(run.evaluations) > 1:
-        measure = "best median of the evaluations during training"
+    measure = "best median of the evaluations" if len(run.evaluations) > 1 else "mean score of the final weights"
     results = {
         "env_id": args.env_id,
         "method": "spirl",
@@ -1492,5 +1488,6 @@ if __name__ == "__main__":
     }
     with atomic(run_dir / "results.json") as path:
         path.write_text(json.dumps(results, indent=2))
-    checkpoint_path.unlink(missing_ok=True)
+    for path in run_dir.rglob("checkpoint.pt"):  # this one, and the one of pre-training
+        path.unlink()
     print(f"mean {results['mean']:.1f}, median {best['median']:.1f} ({measure}); see {run_dir}/results.json")
