@@ -404,11 +404,11 @@ def warmup_cosine(step, steps, peak):
     return peak * (0.5 + 0.5 * math.cos(angle))
 
 
-def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
+def pretrain_mae(args, mae, frames, held_out, folder):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
     `held_out`, a list, one per epoch.
 
-    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt; it goes on from one that is there.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
     Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
     """
@@ -426,7 +426,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     held_out_losses = []
 
     path = folder / "checkpoint.pt"
-    if resume and path.exists():
+    if path.exists():
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -1119,7 +1119,7 @@ if __name__ == "__main__":
         if source_path is None:
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
             frames, held_out = frames.tensor_split([num_frames])
-            pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
+            pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
             save_mae(run_mae_path, mae, args, salient_counts={})
             del frames, held_out  # free memory for training
         elif source_path != run_mae_path:

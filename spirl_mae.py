@@ -365,11 +365,11 @@ def warmup_cosine(step, steps, peak):
     return peak * (0.5 + 0.5 * math.cos(angle))
 
 
-def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
+def pretrain_mae(args, mae, frames, held_out, folder):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
     `held_out`, a list, one per epoch.
 
-    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which `resume` continues.
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt; it goes on from one that is there.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
     Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
     """
@@ -387,7 +387,7 @@ def pretrain_mae(args, mae, frames, held_out, folder, resume=False):
     held_out_losses = []
 
     path = folder / "checkpoint.pt"
-    if resume and path.exists():
+    if path.exists():
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -968,7 +968,7 @@ if __name__ == "__main__":
     held_out_losses = []
     start_time = time.perf_counter()
     if args.mae_checkpoint is None:
-        held_out_losses = pretrain_mae(args, mae, frames, held_out, run_dir / "mae", resume=args.resume)
+        held_out_losses = pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
     seconds = time.perf_counter() - start_time
     mae.eval().requires_grad_(False)
 

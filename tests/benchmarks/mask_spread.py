@@ -78,7 +78,7 @@ def train(args):
             shutil.copyfile(path, folder / f"epoch{epoch:03d}.pt")
 
     spirl_mae.atomic = keep_some
-    spirl_mae.pretrain_mae(mae_args, mae, frames[: args.frames], frames[args.frames :], folder, resume=True)
+    spirl_mae.pretrain_mae(mae_args, mae, frames[: args.frames], frames[args.frames :], folder)
     spirl_mae.atomic = atomic
     spirl_mae.save_mae(folder / "mae.pt", mae, mae_args, {})
     return folder
