@@ -587,6 +587,7 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
 
 
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
+# Each function returns a Figure. MAE, frames and errors are on the CPU.
 BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # safe for colour-blind readers
 matplotlib.rcParams.update({"font.size": 14, "savefig.dpi": 130, "figure.constrained_layout.use": True})
 
@@ -609,10 +610,10 @@ def paint(patches, side):
     size = math.isqrt(patches.shape[1] // 3)
     grid = patches.view(side, side, size, size, 3)  # (row of patches, column of patches, row, column, colour)
     picture = grid.transpose(1, 2).reshape(side * size, side * size, 3)
-    return (0.5 + picture.cpu() / 5).clamp(0, 1).numpy()
+    return (0.5 + picture / 5).clamp(0, 1).numpy()
 
 
-def draw_reconstruction(mae, frames, path):
+def draw_reconstruction(mae, frames):
     """Fig. 2 for uint8 frames (B, H, W, 3): rebuilt from surroundings, error maps, and the decoder on its own."""
     rebuilt = rebuild_from_surroundings(mae, frames)
     errors = reconstruction_error_map(mae, frames)
@@ -634,18 +635,17 @@ def draw_reconstruction(mae, frames, path):
     )
     axes = figure.subplots(len(frames), 6, squeeze=False)
     brightest = errors.max().item()  # one scale for all maps: a bright patch is as salient in one as in another
-    for row, frame, patches, error in zip(axes, frames, rebuilt, errors, strict=True):
-        error = error.unflatten(0, (mae.side, -1)).cpu().numpy()
-        pictures = [frame.cpu().numpy(), paint(patches, mae.side), error, *decoder_alone]
-        for axis, picture in zip(row, pictures, strict=True):
+    for row, frame, patches, error in zip(axes, frames, rebuilt, errors):
+        error = error.unflatten(0, (mae.side, -1))
+        pictures = [frame, paint(patches, mae.side), error, *decoder_alone]
+        for axis, picture in zip(row, pictures):
             shown = axis.imshow(picture, cmap="viridis", vmin=0, vmax=brightest)  # the limits are for the map alone
             axis.axis("off")
             if picture is error:
                 figure.colorbar(shown, ax=axis, shrink=0.8)
-    for axis, title in zip(axes[0], titles, strict=True):
+    for axis, title in zip(axes[0], titles):
         axis.set_title(title)
-    with atomic(path) as temporary:
-        figure.savefig(temporary)
+    return figure
 
 
 def mark_patches(frame, selected, attended, side):
@@ -667,16 +667,16 @@ def mark_patches(frame, selected, attended, side):
     return picture
 
 
-def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
+def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope):
     """Fig. 3 for uint8 frames (B, H, W, 3) and their errors (B, N), one frame a column: the Lorenz curve with
     dynamic-K's point, its patches, and those of two fixed K."""
     N = mae.num_patches
     patch_ids, count = select_salient_patches(errors, N, lorenz_slope)
     figure = Figure(figsize=(3.6 * len(frames), 15.4))
     axes = figure.subplots(4, len(frames), squeeze=False)
-    for column, (frame, error, ids, k) in enumerate(zip(frames, errors, patch_ids, count.tolist(), strict=True)):
+    for column, frame, error, ids, k in zip(axes.T, frames, errors, patch_ids, count.tolist()):
         curve = F.pad(error.sort().values.cumsum(0), (1, 0)) / error.sum()  # (N+1,)
-        axis = axes[0, column]
+        axis = column[0]
         label = "Lorenz curve: all patches sorted by error, smallest first; running share of the total error"
         axis.plot(np.arange(N + 1) / N, curve, color=BLUE, linewidth=2.5, label=label)
         share = (N - k) / N
@@ -688,25 +688,25 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope, path):
         axis.axvspan(share, 1, color="red", alpha=0.15, label=label)
         axis.set_title(f"K = {k} of {N}")
         axis.set_xlabel("share of the patches")
-        axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+        axis.margins(0.02)
+        axis.set_aspect("equal")
         picks = [("dynamic-K:", k)] + [("fixed K: always", ratio_to_patches(ratio, N)) for ratio in fixed_ratios]
-        for axis, (name, kept) in zip(axes[1:, column], picks, strict=True):
-            axis.imshow(mark_patches(frame.cpu().numpy(), ids[:kept].tolist(), [], mae.side))
+        for axis, (name, kept) in zip(column[1:], picks):
+            axis.imshow(mark_patches(frame.numpy(), ids[:kept].tolist(), [], mae.side))
             axis.set_title(f"{name} {kept}")
             axis.axis("off")
     axes[0, 0].set_ylabel("share of the total error")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center")
-    with atomic(path) as temporary:
-        figure.savefig(temporary)
+    return figure
 
 
-def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
+def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope):
     """The patches that the agent would see in twelve frames (12, H, W, 3) with errors (12, N)."""
     patch_ids, count = select_salient_patches(errors, max_patches, lorenz_slope)
     figure = Figure(figsize=(13, 11.6))
     axes = figure.subplots(3, 4).flat
-    for axis, frame, ids, k in zip(axes, frames, patch_ids, count.tolist(), strict=True):
-        axis.imshow(mark_patches(frame.cpu().numpy(), ids[:k].tolist(), [], mae.side))
+    for axis, frame, ids, k in zip(axes, frames, patch_ids, count.tolist()):
+        axis.imshow(mark_patches(frame.numpy(), ids[:k].tolist(), [], mae.side))
         axis.set_title(f"K = {k} of {mae.num_patches} patches")
         axis.axis("off")
     figure.suptitle(
@@ -714,11 +714,10 @@ def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope, path):
         "them. (Where one looks empty, the MAE expected something.) The agent will see only these. K is their\n"
         f"number: it differs from frame to frame and is at most {max_patches} here, by the maximal ratio."
     )
-    with atomic(path) as temporary:
-        figure.savefig(temporary)
+    return figure
 
 
-def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
+def draw_max_ratio(counts, num_patches, ideal, adopted, title):
     """Fig. 8: the histogram of `counts` (num_frames,), the K of frames, in steps of 5 % of the patches, with mr* and
     the ratio in use."""
     figure = Figure(figsize=(11, 6.8))
@@ -736,8 +735,7 @@ def draw_max_ratio(counts, num_patches, ideal, adopted, title, path):
     axis.set_ylabel("% of the frames")
     axis.set_xticks(range(0, 101, 10))
     figure.legend(loc="outside lower center")  # outside, so that it covers no bar
-    with atomic(path) as temporary:
-        figure.savefig(temporary)
+    return figure
 
 
 # ---------------------------------------------------------------------------------------- 6. Files and the command line
@@ -983,22 +981,27 @@ if __name__ == "__main__":
         for percent in range(5, 100, 5)
     }
 
-    # The figures: twelve frames spread over the random play.
-    figures = run_dir / "figures"
-    examples = frames[np.linspace(0, num_frames - 1, 12).astype(int)].to(device)  # (12, H, W, 3)
+    # The figures, on the CPU: twelve frames spread over the random play.
+    mae.cpu()
+    examples = frames[np.linspace(0, num_frames - 1, 12).astype(int)]  # (12, H, W, 3)
     errors = ErrorMapCache(mae)(examples)
     max_patches = ratio_to_patches(max_ratio, mae.num_patches)
-    draw_reconstruction(mae, examples[1::3], figures / "mae_reconstruction.png")
     ratios = (max_ratio, max_ratio / 2)
-    draw_selection(mae, examples[2::4], errors[2::4], ratios, args.lorenz_slope, figures / "salient_selection.png")
-    draw_salient_patches(mae, examples, errors, max_patches, args.lorenz_slope, figures / "salient_patches.png")
     title = (
         f"{args.env_id}: how many patches are salient in {len(counts):,} frames of random play?\n"
         "The maximal ratio is the largest share of a frame that the agent may see.\n"
         "mr* is the smallest one, in steps of 5 %, at which more than\n"
         f"{100 * args.coverage:g} % of the frames lose no salient patch."
     )
-    draw_max_ratio(counts, mae.num_patches, ideal, max_ratio, title, figures / "max_ratio.png")
+    figures = {
+        "mae_reconstruction": draw_reconstruction(mae, examples[1::3]),
+        "salient_selection": draw_selection(mae, examples[2::4], errors[2::4], ratios, args.lorenz_slope),
+        "salient_patches": draw_salient_patches(mae, examples, errors, max_patches, args.lorenz_slope),
+        "max_ratio": draw_max_ratio(counts, mae.num_patches, ideal, max_ratio, title),
+    }
+    for name, figure in figures.items():
+        with atomic(run_dir / f"figures/{name}.png") as path:
+            figure.savefig(path)
 
     # The report.
     results = {
@@ -1024,6 +1027,6 @@ if __name__ == "__main__":
         print(f"the MAE's loss on {HELD_OUT_FRAMES} frames that it was not trained on is {held_out_losses[-1]:.4f}")
     print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")
     if kept_whole[95] > args.coverage:
-        print(f"mr* is {ideal:.0%}; it keeps {kept_whole[round(100 * ideal)]:.2%} of the frames whole; see {figures}")
+        print(f"mr* ({ideal:.0%}) keeps {kept_whole[round(100 * ideal)]:.2%} of frames whole; see {run_dir}/figures")
     else:
-        print(f"no ratio up to 95 % keeps enough frames whole: pre-train for longer (--mae-epochs); see {figures}")
+        print(f"no ratio up to 95 % keeps enough frames whole: pre-train longer (--mae-epochs); see {run_dir}/figures")

@@ -1,12 +1,9 @@
 """spirl_mae.py: what its figures show, that it repeats itself, and that its checkpoints travel between the scripts."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
 from conftest import LOADED, MACHINE, SIZES, files, finished, in_background, scalars
-from matplotlib.figure import Figure
 
 import spirl_mae
 import spirl_rainbow as spirl
@@ -78,15 +75,6 @@ def test_decoder_pictures_are_of_patch_tokens_alone(trained_mae):
     assert (mask - mask[0]).abs().max() < 1e-4  # without positions every patch is the same
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """Figures as the script draws them, kept for a look instead of being written."""
-    figures = []
-    monkeypatch.setattr(spirl_mae, "atomic", contextlib.nullcontext)
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-    return figures
-
-
 def shown(axis):
     return np.asarray(axis.get_images()[0].get_array())
 
@@ -99,13 +87,13 @@ def test_a_patch_is_painted_at_its_place():
         np.testing.assert_allclose(picture[i // 3 * 4 :, i % 3 * 4 :][:4, :4], expected, atol=1e-6)
 
 
-def test_the_reconstruction_figure(trained_mae, random_play, drawn, monkeypatch):
+def test_the_reconstruction_figure(trained_mae, random_play, monkeypatch):
     frames = torch.from_numpy(random_play["ALE/MsPacman-v5"][::200].copy())
     monkeypatch.setattr(spirl_mae, "paint", lambda patches, side: patches.numpy())
-    spirl_mae.draw_reconstruction(trained_mae, frames, None)
+    figure = spirl_mae.draw_reconstruction(trained_mae, frames)
     rebuilt = spirl_mae.rebuild_from_surroundings(trained_mae, frames)
     errors = spirl_mae.reconstruction_error_map(trained_mae, frames)
-    rows = np.array(drawn[0].axes[: 6 * len(frames)]).reshape(len(frames), 6)
+    rows = np.array(figure.axes[: 6 * len(frames)]).reshape(len(frames), 6)
     titles = [axis.get_title().split("\n")[-1] for axis in rows[0, 3:]]
     assert titles == ["[mask] + positions", "positions", "[mask]"]  # in the order of decoder_pictures
     for row, frame, patches, error in zip(rows, frames, rebuilt, errors, strict=True):
@@ -115,14 +103,14 @@ def test_the_reconstruction_figure(trained_mae, random_play, drawn, monkeypatch)
         assert row[2].get_images()[0].get_clim() == (0, pytest.approx(errors.max().item()))  # one scale for all
 
 
-def test_the_selection_figures(trained_mae, random_play, drawn, monkeypatch):
+def test_the_selection_figures(trained_mae, random_play, monkeypatch):
     marked = []  # the patches that are marked in each picture, as they are drawn
     monkeypatch.setattr(spirl_mae, "mark_patches", lambda frame, ids, *_: marked.append(set(ids)) or frame)
     frames = torch.from_numpy(random_play["ALE/Seaquest-v5"][::34].copy())
     errors = spirl_mae.ErrorMapCache(trained_mae)(frames)
     patch_ids, count = spirl.select_salient_patches(errors, 144)
-    spirl_mae.draw_selection(trained_mae, frames[:3], errors[:3], (0.2, 0.1), 0.5, None)
-    columns = np.array(drawn[0].axes).reshape(4, 3).T
+    figure = spirl_mae.draw_selection(trained_mae, frames[:3], errors[:3], (0.2, 0.1), 0.5)
+    columns = np.array(figure.axes).reshape(4, 3).T
     for (curve, *pictures), frame, error, ids, k in zip(columns, frames, errors, patch_ids.tolist(), count.tolist()):
         ascending = sorted(error.tolist())
         line, tangent, point = curve.get_lines()
@@ -136,13 +124,13 @@ def test_the_selection_figures(trained_mae, random_play, drawn, monkeypatch):
         for picture, most in zip(pictures, (k, 28, 14), strict=True):
             assert marked.pop(0) == set(ids[:most])
             assert np.array_equal(shown(picture), frame) and picture.get_title().endswith(f" {most}")
-    legend = [text.get_text().split()[0] for text in drawn[0].legends[0].get_texts()]
+    legend = [text.get_text().split()[0] for text in figure.legends[0].get_texts()]
     assert legend == ["Lorenz", "slope", "the", "kept"]  # each once, not in each column
 
-    spirl_mae.draw_salient_patches(trained_mae, frames, errors, 144, 0.5, None)
-    assert "at most 144" in drawn[1].get_suptitle()
+    figure = spirl_mae.draw_salient_patches(trained_mae, frames, errors, 144, 0.5)
+    assert "at most 144" in figure.get_suptitle()
     assert marked == [set(ids[:k]) for ids, k in zip(patch_ids.tolist(), count.tolist())]
-    assert all(f"{k} of 144" in axis.get_title() for axis, k in zip(drawn[1].axes, count.tolist()))
+    assert all(f"{k} of 144" in axis.get_title() for axis, k in zip(figure.axes, count.tolist()))
 
 
 def test_selected_patches_are_red_attended_ones_yellow_and_others_dark():
@@ -156,13 +144,13 @@ def test_selected_patches_are_red_attended_ones_yellow_and_others_dark():
     assert (frame == 7).all()
 
 
-def test_the_max_ratio_figure(drawn):
+def test_the_max_ratio_figure():
     counts = torch.tensor([7] * 30 + [8] * 50 + [50] * 15 + [51] * 5)  # 5 % keeps 7, 10 % keeps 14, 35 % 50, 40 % 57
-    spirl_mae.draw_max_ratio(counts, 144, 0.40, 0.35, "Frostbite", None)
-    axis = drawn[0].axes[0]
+    figure = spirl_mae.draw_max_ratio(counts, 144, 0.40, 0.35, "Frostbite")
+    axis = figure.axes[0]
     heights = {round(bar.get_x() + bar.get_width() / 2, 2): bar.get_height() for bar in axis.patches}
     heights = {x: height for x, height in heights.items() if height > 1e-9}
     assert heights == pytest.approx({2.5: 30.0, 7.5: 50.0, 32.5: 15.0, 37.5: 5.0})
     assert [line.get_xdata()[0] for line in axis.get_lines()] == [40.0, 35.0]
-    ideal, in_use = (text.get_text() for text in drawn[0].legends[0].get_texts())
+    ideal, in_use = (text.get_text() for text in figure.legends[0].get_texts())
     assert ideal.startswith("mr* = 40 %: 100.00 %") and in_use.startswith("maximal ratio in use = 35 %: 95.00 %")
