@@ -972,7 +972,7 @@ def parse_args():
     return args
 
 
-def open_run(args, run_dir, device):
+def open_run(args, run_dir):
     """Create the run's folder, or with --resume take the one that is there, and let Ctrl-C say how to go on. Exits with
     one line where the run is finished, or another process works on it. Keep the returned file open: it holds the lock,
     which the system frees when the process ends, even by a kill."""
@@ -995,7 +995,6 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -1024,8 +1023,7 @@ def check_each(args):
             continue
         limit = 1 if name in SHARES else 2_147_483_647
         if not (0 < value <= limit or (value == 0 and name in MAY_BE_0)):  # this form also refuses nan
-            least = "at least" if name in MAY_BE_0 else "above"
-            fail(f"--{name.replace('_', '-')} is {value}; give {least} 0, at most {limit}")
+            fail(f"--{name.replace('_', '-')} is {value}; give a positive number, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
@@ -1114,7 +1112,8 @@ if __name__ == "__main__":
         source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
         if source_path is not None:
             content = load_mae(source_path, mae, args)
-    lock = open_run(args, run_dir, device)  # kept, it holds the lock; nothing is created before this
+    lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
+    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     if args.method == "mae-all":
         if source_path is None:
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
@@ -1236,12 +1235,13 @@ if __name__ == "__main__":
                         writer.add_scalar(f"losses/{key}", value, step)
 
             # Log.
-            if step % 100 == 99:
-                writer.add_scalar("charts/SPS", (step + 1) / (time.perf_counter() - start_time), step)
+            done = step + 1  # steps, with this one
+            if done % 100 == 0:
+                writer.add_scalar("charts/SPS", done / (time.perf_counter() - start_time), step)
 
             # Save. All of this step is done, so a run resumed here begins with the next one.
-            due = args.checkpoint_frequency and (step + 1) % args.checkpoint_frequency == 0
-            if due or step + 1 == eval_step:
+            due = args.checkpoint_frequency and done % args.checkpoint_frequency == 0
+            if due or done == eval_step:
                 # Clips nothing, but raises RuntimeError where a gradient is not finite: the last good checkpoint stays.
                 nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)
                 writer.flush()
@@ -1251,12 +1251,12 @@ if __name__ == "__main__":
                     "target": target.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "replay": vars(replay),
-                    "run": vars(run) | {"saved_step": step + 1},
+                    "run": vars(run) | {"saved_step": done},
                     "generator": generator.get_state(),
                     "observation": torch.from_numpy(observation),
                 }
                 save(checkpoint, checkpoint_path)
-                run.saved_step = step + 1  # only now: Ctrl-C names the last step that is on disk
+                run.saved_step = done  # only now: Ctrl-C names the last step that is on disk
 
         # Evaluate.
         scores, recording = evaluate(args, online, preprocess)

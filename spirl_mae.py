@@ -838,7 +838,7 @@ def parse_args():
     return args
 
 
-def open_run(args, run_dir, device):
+def open_run(args, run_dir):
     """Create the run's folder, or with --resume take the one that is there, and let Ctrl-C say how to go on. Exits with
     one line where the run is finished, or another process works on it. Keep the returned file open: it holds the lock,
     which the system frees when the process ends, even by a kill."""
@@ -861,7 +861,6 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -890,8 +889,7 @@ def check_each(args):
             continue
         limit = 1 if name in SHARES else 2_147_483_647
         if not (0 < value <= limit or (value == 0 and name in MAY_BE_0)):  # this form also refuses nan
-            least = "at least" if name in MAY_BE_0 else "above"
-            fail(f"--{name.replace('_', '-')} is {value}; give {least} 0, at most {limit}")
+            fail(f"--{name.replace('_', '-')} is {value}; give a positive number, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
@@ -956,7 +954,8 @@ if __name__ == "__main__":
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     if args.mae_checkpoint is not None:
         load_mae(args.mae_checkpoint, mae, args)
-    lock = open_run(args, run_dir, device)  # kept, it holds the lock; nothing is created before this
+    lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
+    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")
 
     # Collect random play, and pre-train on it unless --mae-checkpoint names a MAE.

@@ -964,9 +964,9 @@ def evaluate(args, network, preprocess):
 
 @torch.no_grad()
 def attended_patches(trunk, state, patch_ids):
-    """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L): the ids of the selected patches, and of
-    the attended ones: the fewest that together get at least 60 % of the attention that [cls] (in mean pooling, the
-    patch rows) pays to the selected patches, averaged over heads."""
+    """Fig. 6 for the newest frame of a state (batch 1) with patch_ids (1, L), these on the CPU: the ids of the
+    selected patches, and of the attended ones: the fewest that together get at least 60 % of the attention that [cls]
+    (in mean pooling, the patch rows) pays to the selected patches, averaged over heads."""
     embeddings, counts = state
     x, _ = trunk.tokens(embeddings, counts)
     q, k, _ = trunk.block.queries_keys_values(x)
@@ -978,7 +978,7 @@ def attended_patches(trunk, state, patch_ids):
         scores = scores[:, : 1 + K, : 1 + K]
     weights = scores.softmax(2).mean(0)  # (1+L, 1+L), or (1+K, 1+K)
     weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
-    attention = weights.mean(0)[1 : 1 + K].to(selected.device)  # (K,)
+    attention = weights.mean(0)[1 : 1 + K].cpu()  # (K,)
     attention, order = attention.sort(descending=True)
     num_attended = (attention.cumsum(0) < 0.6 * attention.sum()).sum() + 1
     return selected.tolist(), selected[order[:num_attended]].tolist()
@@ -1151,7 +1151,7 @@ def parse_args():
     return args
 
 
-def open_run(args, run_dir, device):
+def open_run(args, run_dir):
     """Create the run's folder, or with --resume take the one that is there, and let Ctrl-C say how to go on. Exits with
     one line where the run is finished, or another process works on it. Keep the returned file open: it holds the lock,
     which the system frees when the process ends, even by a kill."""
@@ -1174,7 +1174,6 @@ def open_run(args, run_dir, device):
         fail(f"--resume {run_dir}: this run is finished; give an unfinished one")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # unless Ctrl-C is ignored
         signal.signal(signal.SIGINT, stop)
-    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     return lock
 
 
@@ -1203,8 +1202,7 @@ def check_each(args):
             continue
         limit = 1 if name in SHARES else 2_147_483_647
         if not (0 < value <= limit or (value == 0 and name in MAY_BE_0)):  # this form also refuses nan
-            least = "at least" if name in MAY_BE_0 else "above"
-            fail(f"--{name.replace('_', '-')} is {value}; give {least} 0, at most {limit}")
+            fail(f"--{name.replace('_', '-')} is {value}; give a positive number, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:
@@ -1288,7 +1286,8 @@ if __name__ == "__main__":
         if max_ratio is None and salient_counts.get("lorenz_slope") != args.lorenz_slope:
             fail(f"{source_path} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
     trained = load_agent(args.agent_checkpoint, args) if args.agent_checkpoint is not None else None
-    lock = open_run(args, run_dir, device)  # kept, it holds the lock; nothing is created before this
+    lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
+    print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     if source_path is None:
         num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
@@ -1415,13 +1414,14 @@ if __name__ == "__main__":
                         writer.add_scalar(f"losses/{key}", value, step)
 
             # Log.
-            if step % 100 == 99:
-                writer.add_scalar("charts/SPS", (step + 1) / (time.perf_counter() - start_time), step)
+            done = step + 1  # steps, with this one
+            if done % 100 == 0:
+                writer.add_scalar("charts/SPS", done / (time.perf_counter() - start_time), step)
                 writer.add_scalar("charts/K", replay.counts[replay.slot], step)
 
             # Save. All of this step is done, so a run resumed here begins with the next one.
-            due = args.checkpoint_frequency and (step + 1) % args.checkpoint_frequency == 0
-            if due or step + 1 == eval_step:
+            due = args.checkpoint_frequency and done % args.checkpoint_frequency == 0
+            if due or done == eval_step:
                 # Clips nothing, but raises RuntimeError where a gradient is not finite: the last good checkpoint stays.
                 nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)
                 writer.flush()
@@ -1432,12 +1432,12 @@ if __name__ == "__main__":
                     "optimizer": optimizer.state_dict(),
                     "replay": vars(replay),
                     "errors": error_map.errors,
-                    "run": vars(run) | {"saved_step": step + 1},
+                    "run": vars(run) | {"saved_step": done},
                     "generator": generator.get_state(),
                     "observation": torch.from_numpy(observation),
                 }
                 save(checkpoint, checkpoint_path)
-                run.saved_step = step + 1  # only now: Ctrl-C names the last step that is on disk
+                run.saved_step = done  # only now: Ctrl-C names the last step that is on disk
 
         # Evaluate. Training gets its cache of errors back afterwards: an error's last digits depend on what it is
         # computed with, so if evaluation filled that cache, evaluating more often would change training.
