@@ -901,13 +901,6 @@ def mae_sizes(args):
     return {name: getattr(args, name) for name in names.split()}
 
 
-def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
-    counted at}, or {}."""
-    content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    save(content | {"salient_counts": salient_counts}, path)
-
-
 def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
@@ -1111,7 +1104,7 @@ if __name__ == "__main__":
         run_mae_path = run_dir / "mae.pt"
         source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
         if source_path is not None:
-            content = load_mae(source_path, mae, args)
+            saved_mae = load_mae(source_path, mae, args)
     lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     if args.method == "mae-all":
@@ -1119,10 +1112,15 @@ if __name__ == "__main__":
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
             frames, held_out = frames.tensor_split([num_frames])
             pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
-            save_mae(run_mae_path, mae, args, salient_counts={})
+            saved_mae = {
+                "model": mae.state_dict(),
+                "sizes": mae_sizes(args),
+                "env_id": args.env_id,
+                "args": vars(args),
+                "salient_counts": {},  # MAE-All selects none
+            }
             del frames, held_out  # free memory for training
-        elif source_path != run_mae_path:
-            save(content, run_mae_path)  # its `args` still say how it was made
+        save(saved_mae, run_mae_path)  # `args` say how it was made, also where it was loaded
         mae.eval().requires_grad_(False)
 
     # The agent. Seed again: its weights must not depend on how the MAE was made.
@@ -1272,7 +1270,7 @@ if __name__ == "__main__":
                 side = mae.side
                 marked = [(frame, range(mae.num_patches), attended_patches(trunk, state)) for frame, state in recording]
                 draw_policy_attention(marked, side, run_dir / "figures/policy_attention.png")
-            elif args.capture_video:  # grey as RGB; the whole frame is one patch, selected
+            else:  # grey as RGB; the whole frame is one patch, selected
                 side = 1
                 marked = [(frame[..., None].repeat(3, 2), [0], []) for frame, _ in recording]
             if args.capture_video:

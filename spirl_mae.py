@@ -775,13 +775,6 @@ def mae_sizes(args):
     return {name: getattr(args, name) for name in names.split()}
 
 
-def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
-    counted at}, or {}."""
-    content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    save(content | {"salient_counts": salient_counts}, path)
-
-
 def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
@@ -971,7 +964,14 @@ if __name__ == "__main__":
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
     salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    save_mae(run_dir / "mae.pt", mae, args, salient_counts)
+    saved_mae = {
+        "model": mae.state_dict(),
+        "sizes": mae_sizes(args),
+        "env_id": args.env_id,
+        "args": vars(args),
+        "salient_counts": salient_counts,
+    }
+    save(saved_mae, run_dir / "mae.pt")
     counts = salient_counts["counts"]
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)

@@ -1066,13 +1066,6 @@ def mae_sizes(args):
     return {name: getattr(args, name) for name in names.split()}
 
 
-def save_mae(path, mae, args, salient_counts):
-    """Write mae.pt. salient_counts: {"counts": K of frames of random play, "lorenz_slope": the slope they were
-    counted at}, or {}."""
-    content = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    save(content | {"salient_counts": salient_counts}, path)
-
-
 def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
@@ -1281,8 +1274,8 @@ if __name__ == "__main__":
     run_mae_path = run_dir / "mae.pt"
     source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
     if source_path is not None:
-        content = load_mae(source_path, mae, args)
-        salient_counts = content.get("salient_counts", {})
+        saved_mae = load_mae(source_path, mae, args)
+        salient_counts = saved_mae.get("salient_counts", {})
         if max_ratio is None and salient_counts.get("lorenz_slope") != args.lorenz_slope:
             fail(f"{source_path} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
     trained = load_agent(args.agent_checkpoint, args) if args.agent_checkpoint is not None else None
@@ -1294,10 +1287,15 @@ if __name__ == "__main__":
         frames, held_out = frames.tensor_split([num_frames])
         pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
         salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
-        save_mae(run_mae_path, mae, args, salient_counts)
+        saved_mae = {
+            "model": mae.state_dict(),
+            "sizes": mae_sizes(args),
+            "env_id": args.env_id,
+            "args": vars(args),
+            "salient_counts": salient_counts,
+        }
         del frames, held_out  # free memory for training
-    elif source_path != run_mae_path:
-        save(content, run_mae_path)  # its `args` still say how it was made
+    save(saved_mae, run_mae_path)  # `args` say how it was made, also where it was loaded
     mae.eval().requires_grad_(False)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)

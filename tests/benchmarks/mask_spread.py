@@ -80,7 +80,9 @@ def train(args):
     spirl_mae.atomic = keep_some
     spirl_mae.pretrain_mae(mae_args, mae, frames[: args.frames], frames[args.frames :], folder)
     spirl_mae.atomic = atomic
-    spirl_mae.save_mae(folder / "mae.pt", mae, mae_args, {})
+    content = {"model": mae.state_dict(), "sizes": spirl_mae.mae_sizes(mae_args), "env_id": args.env_id,
+               "args": vars(mae_args), "salient_counts": {}}
+    torch.save(content, folder / "mae.pt")
     return folder
 
 

@@ -123,7 +123,9 @@ def folder(tmp_path):
     for name, content in saved.items():
         torch.save(content, tmp_path / name)
     for name, args in (("pong.pt", spirl_mae.Args(env_id="ALE/Pong-v5")), ("right.pt", spirl_mae.Args())):
-        spirl_mae.save_mae(tmp_path / name, spirl_mae.MaskedAutoencoder(), args, {})
+        model = spirl_mae.MaskedAutoencoder().state_dict()
+        sizes = spirl_mae.mae_sizes(args)
+        torch.save({"model": model, "sizes": sizes, "env_id": args.env_id, "args": vars(args)}, tmp_path / name)
     (tmp_path / "empty.pt").touch()
     (tmp_path / "cut.pt").write_bytes((tmp_path / "pong.pt").read_bytes()[:1_000_000])
     (tmp_path / "random.pt").write_bytes(random.Random(0).randbytes(1000))
