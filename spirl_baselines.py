@@ -905,7 +905,7 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
+    made_for = {"env_id": content["env_id"], **content["sizes"]} if "sizes" in content else {}
     for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")

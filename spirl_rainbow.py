@@ -1070,7 +1070,7 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    made_for = {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}
+    made_for = {"env_id": content["env_id"], **content["sizes"]} if "sizes" in content else {}
     for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
@@ -1286,19 +1286,18 @@ if __name__ == "__main__":
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
         frames, held_out = frames.tensor_split([num_frames])
         pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
-        salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
         saved_mae = {
             "model": mae.state_dict(),
             "sizes": mae_sizes(args),
             "env_id": args.env_id,
             "args": vars(args),
-            "salient_counts": salient_counts,
+            "salient_counts": count_salient_patches(mae, frames, args.lorenz_slope),
         }
         del frames, held_out  # free memory for training
     save(saved_mae, run_mae_path)  # `args` say how it was made, also where it was loaded
     mae.eval().requires_grad_(False)
     if max_ratio is None:
-        max_ratio = ideal_max_ratio(salient_counts["counts"], mae.num_patches)
+        max_ratio = ideal_max_ratio(saved_mae["salient_counts"]["counts"], mae.num_patches)
     max_patches = ratio_to_patches(max_ratio, mae.num_patches)
     print(f"the agent sees at most {max_patches} of {mae.num_patches} patches of a frame")
     lorenz_slope = args.lorenz_slope if args.selection == "dynamic" else None
