@@ -817,15 +817,14 @@ def parse_args():
     if given - {"resume", "device", "threads"}:
         fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
     changed = {name: getattr(args, name) for name in given}
-    run_dir = Path(args.resume)
     try:
-        stored = json.loads((run_dir / "args.json").read_text())
+        stored = json.loads(Path(args.resume, "args.json").read_text())
         checksum = stored.pop("checksum")
         args = Args(**stored | changed)
     except Exception:  # absent, damaged, or another script's
-        fail(f"--resume {run_dir} is not the folder of an unfinished run of this script; give one, runs/NAME")
+        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
     if checksum != zlib.crc32(json.dumps(stored).encode()):
-        fail(f"--resume {run_dir}: its args.json is not as the run wrote it; put back what was changed")
+        fail(f"--resume {args.resume}: its args.json is not as the run wrote it; put back what was changed")
     return args
 
 
@@ -980,7 +979,7 @@ if __name__ == "__main__":
 
     # The figures, on the CPU: twelve frames spread over the random play.
     mae.cpu()
-    examples = frames[np.linspace(0, num_frames - 1, 12).astype(int)]  # (12, H, W, 3)
+    examples = frames[np.linspace(0, num_frames - 1, 12, dtype=int)]  # (12, H, W, 3)
     errors = ErrorMapCache(mae)(examples)
     max_patches = ratio_to_patches(max_ratio, mae.num_patches)
     ratios = (max_ratio, max_ratio / 2)

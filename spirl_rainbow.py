@@ -1007,7 +1007,7 @@ def draw_policy_attention(marked, side, path):
     """Fig. 6: eight of the steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
     figure = Figure(figsize=(15, 8.2), layout="constrained")
     axes = figure.subplots(2, 4).flat
-    steps = np.linspace(0, len(marked) - 1, 8).astype(int)
+    steps = np.linspace(0, len(marked) - 1, 8, dtype=int)
     for axis, step in zip(axes, steps):
         frame, selected, attended = marked[step]
         axis.imshow(mark_patches(frame, selected, attended, side))
@@ -1130,15 +1130,14 @@ def parse_args():
     if given - {"resume", "device", "threads"}:
         fail("--resume uses the run's own arguments; leave out all other flags but --device and --threads")
     changed = {name: getattr(args, name) for name in given}
-    run_dir = Path(args.resume)
     try:
-        stored = json.loads((run_dir / "args.json").read_text())
+        stored = json.loads(Path(args.resume, "args.json").read_text())
         checksum = stored.pop("checksum")
         args = Args(**stored | changed)
     except Exception:  # absent, damaged, or another script's
-        fail(f"--resume {run_dir} is not the folder of an unfinished run of this script; give one, runs/NAME")
+        fail(f"--resume {args.resume} is not the folder of an unfinished run of this script; give one, runs/NAME")
     if checksum != zlib.crc32(json.dumps(stored).encode()):
-        fail(f"--resume {run_dir}: its args.json is not as the run wrote it; put back what was changed")
+        fail(f"--resume {args.resume}: its args.json is not as the run wrote it; put back what was changed")
     return args
 
 

@@ -28,7 +28,7 @@ COMMON = [
     (["--resume", "other"], "--resume other is not the folder of an unfinished run"),
     (["--resume", "null"], "--resume null is not the folder of an unfinished run"),
     (["--resume", "None"], "--resume None is not the folder of an unfinished run"),
-    (["--resume", ""], "--resume . is not the folder of an unfinished run"),
+    (["--resume", ""], "--resume  is not the folder of an unfinished run"),
     (["--device", "meta"], "--device meta is not available; give auto, cpu"),
     (["--run-name", "\udcff"], "--run-name or --resume has letters that this terminal cannot print"),
 ]
