@@ -426,7 +426,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
     `held_out`, a list, one per epoch.
 
-    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt; it goes on from one that is there.
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which the next call goes on.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
     Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
     """
