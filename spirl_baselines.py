@@ -889,8 +889,10 @@ def read_checkpoint(path, device="cpu"):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # facebookresearch/mae saves its arguments as one
             return dict(torch.load(path, map_location=device, weights_only=True))
-    except Exception as error:  # FileNotFoundError, or whatever a damaged or foreign file leads to
-        fail(f"'{path}' cannot be read as a checkpoint ({type(error).__name__}); give another file")
+    except FileNotFoundError:
+        fail(f"there is no file '{path}'; give another")
+    except Exception as error:  # a damaged or foreign file can fail in any way
+        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file")
 
 
 def mae_sizes(args):

@@ -142,7 +142,7 @@ def test_a_baseline_goes_on_only_where_its_game_comes_back(whole, stopped, refus
         with refused(f"--resume {path}: its args.json is not as the run wrote it; put back what was changed$"):
             go_on()
     (path / "args.json").write_text(json.dumps(arguments))
-    for message in ("the replayed game differs at step 160", "checkpoint.pt' cannot be read as a checkpoint"):
+    for message in ("the replayed game differs at step 160", "checkpoint.pt cannot be read as a checkpoint"):
         with refused(f".*{message}", begun=True):
             go_on()
         (path / "checkpoint.pt").write_bytes((path / "checkpoint.pt").read_bytes()[:1000])
