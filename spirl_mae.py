@@ -369,7 +369,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
     `held_out`, a list, one per epoch.
 
-    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which the next call goes on.
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which args.resume goes on.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
     Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
     """
@@ -387,7 +387,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
     held_out_losses = []
 
     path = folder / "checkpoint.pt"
-    if path.exists():
+    if args.resume and path.exists():
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -488,8 +488,9 @@ class ErrorMapCache:
         surroundings = surrounding_patches(mae.side)
         eight = [ids + ids[:1] * (8 - len(ids)) for ids in surroundings]
         present = [[i < len(ids) for i in range(8)] for ids in surroundings]
-        self.surroundings = torch.tensor(eight, device=mae.pos_embed.device)  # (N, 8)
-        self.present = torch.tensor(present, device=mae.pos_embed.device)  # (N, 8)
+        with mae.pos_embed.device:
+            self.surroundings = torch.tensor(eight)  # (N, 8)
+            self.present = torch.tensor(present)  # (N, 8)
 
     @torch.no_grad()
     def __call__(self, frames):
@@ -636,8 +637,8 @@ def draw_reconstruction(mae, frames):
     axes = figure.subplots(len(frames), 6, squeeze=False)
     brightest = errors.max().item()  # one scale for all maps: a bright patch is as salient in one as in another
     for row, frame, patches, error in zip(axes, frames, rebuilt, errors):
-        error = error.unflatten(0, (mae.side, -1))
-        pictures = [frame, paint(patches, mae.side), error, *decoder_alone]
+        error = error.unflatten(0, (mae.side, -1)).numpy()
+        pictures = [frame.numpy(), paint(patches, mae.side), error, *decoder_alone]
         for axis, picture in zip(row, pictures):
             shown = axis.imshow(picture, cmap="viridis", vmin=0, vmax=brightest)  # the limits are for the map alone
             axis.axis("off")
@@ -840,7 +841,7 @@ def open_run(args, run_dir):
         checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum}, indent=2))
-    lock = (run_dir / "args.json").open("r+")  # for writing, or NFS would not lock it
+    lock = open(run_dir / "args.json", "r+")  # for writing, or NFS would not lock it
     try:
         import fcntl
 
@@ -858,10 +859,8 @@ def open_run(args, run_dir):
 
 def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
-    variables: run_dir, and run, which is there once training begins."""
-    run = globals().get("run")
-    where = f"step {run.saved_step}" if run and run.saved_step else "the last checkpoint"
-    message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
+    variables last_saved and run_dir."""
+    message = f"\nstopped; what came after {last_saved} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
     sys.stdout.flush()
     os._exit(130)
@@ -946,6 +945,7 @@ if __name__ == "__main__":
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     if args.mae_checkpoint is not None:
         load_mae(args.mae_checkpoint, mae, args)
+    last_saved = "the last checkpoint"  # `stop` reads it
     lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")

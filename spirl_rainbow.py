@@ -426,7 +426,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
     `held_out`, a list, one per epoch.
 
-    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which the next call goes on.
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which args.resume goes on.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
     Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
     """
@@ -444,7 +444,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
     held_out_losses = []
 
     path = folder / "checkpoint.pt"
-    if path.exists():
+    if args.resume and path.exists():
         checkpoint = read_checkpoint(path)
         mae.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -526,8 +526,9 @@ class ErrorMapCache:
         surroundings = surrounding_patches(mae.side)
         eight = [ids + ids[:1] * (8 - len(ids)) for ids in surroundings]
         present = [[i < len(ids) for i in range(8)] for ids in surroundings]
-        self.surroundings = torch.tensor(eight, device=mae.pos_embed.device)  # (N, 8)
-        self.present = torch.tensor(present, device=mae.pos_embed.device)  # (N, 8)
+        with mae.pos_embed.device:
+            self.surroundings = torch.tensor(eight)  # (N, 8)
+            self.present = torch.tensor(present)  # (N, 8)
 
     @torch.no_grad()
     def __call__(self, frames):
@@ -932,7 +933,7 @@ def evaluate(args, network, preprocess):
     actions = np.zeros(G, int)
     playing = np.arange(G)  # the games that are not over
     recording = []
-    progress = tqdm(desc="evaluating", total=G)
+    progress = tqdm(desc="evaluating")
     while len(playing):
         features, count = preprocess(observation[playing, 0])
         if not recording:  # the first step: frames before the game are blank, count 0
@@ -953,9 +954,10 @@ def evaluate(args, network, preprocess):
         actions[playing] = np.where(is_random, random, greedy)
         observation, reward, terminated, truncated, _ = envs.step(actions)  # a game that begins anew is not counted
         scores[playing] += reward[playing]
-        over = (terminated | truncated)[playing]
-        playing = playing[~over]
-        progress.update(over.sum())
+        over = terminated | truncated
+        playing = playing[~over[playing]]
+        progress.set_postfix(still_playing=len(playing), refresh=False)
+        progress.update()
     progress.close()
     envs.close()
     network.train()
@@ -1006,9 +1008,8 @@ def mark_patches(frame, selected, attended, side):
 def draw_policy_attention(marked, side, path):
     """Fig. 6: eight of the steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
     figure = Figure(figsize=(15, 8.2), layout="constrained")
-    axes = figure.subplots(2, 4).flat
     steps = np.linspace(0, len(marked) - 1, 8, dtype=int)
-    for axis, step in zip(axes, steps):
+    for axis, step in zip(figure.subplots(2, 4).flat, steps):
         frame, selected, attended = marked[step]
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
@@ -1153,7 +1154,7 @@ def open_run(args, run_dir):
         checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
             path.write_text(json.dumps(vars(args) | {"checksum": checksum}, indent=2))
-    lock = (run_dir / "args.json").open("r+")  # for writing, or NFS would not lock it
+    lock = open(run_dir / "args.json", "r+")  # for writing, or NFS would not lock it
     try:
         import fcntl
 
@@ -1171,10 +1172,8 @@ def open_run(args, run_dir):
 
 def stop(*_):
     """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
-    variables: run_dir, and run, which is there once training begins."""
-    run = globals().get("run")
-    where = f"step {run.saved_step}" if run and run.saved_step else "the last checkpoint"
-    message = f"\nstopped; what came after {where} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
+    variables last_saved and run_dir."""
+    message = f"\nstopped; what came after {last_saved} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
     sys.stdout.flush()
     os._exit(130)
@@ -1274,10 +1273,10 @@ if __name__ == "__main__":
     source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
     if source_path is not None:
         saved_mae = load_mae(source_path, mae, args)
-        salient_counts = saved_mae.get("salient_counts", {})
-        if max_ratio is None and salient_counts.get("lorenz_slope") != args.lorenz_slope:
+        if max_ratio is None and saved_mae.get("salient_counts", {}).get("lorenz_slope") != args.lorenz_slope:
             fail(f"{source_path} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
     trained = load_agent(args.agent_checkpoint, args) if args.agent_checkpoint is not None else None
+    last_saved = "the last checkpoint"  # `stop` reads it
     lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     if source_path is None:
@@ -1339,6 +1338,7 @@ if __name__ == "__main__":
         vars(replay).update(checkpoint["replay"])
         error_map.errors = checkpoint["errors"]
         vars(run).update(checkpoint["run"])
+        last_saved = f"step {run.saved_step}"
         try:
             generator.set_state(checkpoint["generator"].cpu())
         except RuntimeError:  # a CPU's generator cannot go on from a GPU's state
@@ -1422,18 +1422,19 @@ if __name__ == "__main__":
                 nn.utils.clip_grad_norm_(online.parameters(), math.inf, error_if_nonfinite=True)
                 writer.flush()
                 run.seconds = time.perf_counter() - start_time
+                run.saved_step = done
                 checkpoint = {
                     "online": online.state_dict(),
                     "target": target.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "replay": vars(replay),
                     "errors": error_map.errors,
-                    "run": vars(run) | {"saved_step": done},
+                    "run": vars(run),
                     "generator": generator.get_state(),
                     "observation": torch.from_numpy(observation),
                 }
                 save(checkpoint, checkpoint_path)
-                run.saved_step = done  # only now: Ctrl-C names the last step that is on disk
+                last_saved = f"step {done}"  # only now is it on disk
 
         # Evaluate. Training gets its cache of errors back afterwards: an error's last digits depend on what it is
         # computed with, so if evaluation filled that cache, evaluating more often would change training.

@@ -61,7 +61,7 @@ def train(args):
     if (folder / "mae.pt").exists():
         return folder
     mae_args = spirl_mae.Args(env_id=args.env_id, seed=args.seed, mae_frames=args.frames, mae_epochs=args.epochs,
-                          mae_mask_spread=args.spread, threads=1, device=args.device)
+                          mae_mask_spread=args.spread, threads=1, device=args.device, resume=str(folder))
     spirl_mae.check_args(mae_args)
     device = spirl_mae.pick_device(args.device)
     frames = spirl_mae.collect_random_frames(mae_args, args.frames + spirl_mae.HELD_OUT_FRAMES)

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -224,11 +225,12 @@ def test_pretraining_stops_at_what_is_not_finite(frames, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in mae.state_dict().items())
 
 
-def test_pretraining_goes_on_from_a_checkpoint_that_is_there(frames, tmp_path):
+def test_pretraining_goes_on_from_its_checkpoint_where_it_is_asked_to(frames, tmp_path):
     """After its last epoch nothing is left to do. (That one which is killed ends the same, bit for bit, test_resume.py
-    shows.) In another folder it begins anew."""
+    shows.) Unless it is asked to go on it begins anew, whatever the folder holds."""
     args, mae, resumed, anew = spirl.Args(mae_epochs=2, mae_batch_size=32), small_mae(0), small_mae(1), small_mae(1)
     losses = spirl.pretrain_mae(args, mae, frames, frames[:16], tmp_path)
-    assert spirl.pretrain_mae(args, resumed, frames, frames[:16], tmp_path) == losses
+    go_on = replace(args, resume="runs/NAME")
+    assert spirl.pretrain_mae(go_on, resumed, frames, frames[:16], tmp_path) == losses
     assert all(torch.equal(value, mae.state_dict()[name]) for name, value in resumed.state_dict().items())
-    assert spirl.pretrain_mae(args, anew, frames, frames[:16], tmp_path / "another")[0] != losses[0]
+    assert spirl.pretrain_mae(args, anew, frames, frames[:16], tmp_path)[0] != losses[0]
