@@ -164,10 +164,11 @@ def oracle_game(args, policy, seed):
 
 
 def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
-    args = spirl.Args(env_id="ALE/MsPacman-v5", seed=5, max_episode_frames=600, eval_episodes=4, eval_epsilon=0.0)
+    args = spirl.Args(env_id="ALE/MsPacman-v5", seed=5, max_episode_frames=900, eval_episodes=4, eval_epsilon=0.0)
     policy = FirstPixels(9).train()
     games = [oracle_game(args, policy, seed) for seed in spirl.game_seeds(5, spirl.EVALUATE, num=4)]
-    expected, lengths, _ = map(list, zip(*games))
+    expected, lengths, losses = map(list, zip(*games))
+    assert all(losses)  # each game goes on after a lost life
     batches = []
 
     def preprocess(frames):
@@ -182,6 +183,9 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
     assert torch.equal(torch.get_rng_state(), torch_state) and (np.random.get_state()[1] == numpy_state).all()
     assert policy.training
     assert len(recording) == min(lengths[0], 1000)
+    assert [int(counts.sum()) for _, (_, counts) in recording[3:]] == [4] * (
+        lengths[0] - 3
+    )  # a lost life blanks nothing
     frame, (stack, counts) = recording[2]
     assert frame.shape == (96, 96, 3) and counts.tolist() == [[0, 1, 1, 1]]
     assert torch.equal(stack[0, 3], read_pixels(frame[None])[0][0])
