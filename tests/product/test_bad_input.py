@@ -44,7 +44,8 @@ OF_MAE = [
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
 ]
 for name in (".", "empty.pt", "cut.pt", "random.pt", "code.pt"):
-    OF_MAE.append((["--mae-checkpoint", name], f"{name} cannot be read as a checkpoint .*; give another file$"))
+    message = rf"{name} cannot be read as a checkpoint \(\w+Error\); give another file$"
+    OF_MAE.append((["--mae-checkpoint", name], message))
 OF_SELECTION = [(["--max-ratio", "0.001"], "--max-ratio 0.001 must keep at least one of 144")]
 OF_AGENT = [
     (["--learning-starts", "100000"], "--learning-starts 100000 must be above --n-step .20. and at most 99999"),

@@ -132,13 +132,9 @@ def oracle_run(args, mae, max_patches):
     online.resample_noise(generator)
     errors = spirl.ErrorMapCache(mae)
 
-    def see(error_map, frames):
-        frames = torch.from_numpy(frames)
-        patch_ids, count = spirl.select_salient_patches(error_map(frames), max_patches, 0.5)
-        return spirl.encode_patches(mae, frames, patch_ids, count).half(), count
-
     def store(starts):
-        replay.append(*see(errors, observation[0]), starts)
+        patches, count = spirl.embed_salient_patches(mae, errors, max_patches, 0.5, observation[0])
+        replay.append(patches, count, starts)
 
     updates, scores, evaluations, score, length = 0, [], [], 0.0, 0
     observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
@@ -172,7 +168,8 @@ def oracle_run(args, mae, max_patches):
         if (step + 1) % (args.eval_frequency or args.total_timesteps) == 0:
             cache = spirl.ErrorMapCache(mae)
             cache.errors.update(errors.errors)
-            raw_scores, _ = spirl.evaluate(args, deepcopy(online), partial(see, cache))
+            see = partial(spirl.embed_salient_patches, mae, cache, max_patches, 0.5)
+            raw_scores, _ = spirl.evaluate(args, deepcopy(online), see)
             evaluations.append((step + 1, raw_scores, deepcopy(online.state_dict())))
     return {"online": online, "target": target, "replay": replay, "error_map": errors}, scores, evaluations
 
@@ -227,6 +224,16 @@ def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, changes,
     assert agent["step"] == step and all(torch.equal(agent["model"][name], weights[name]) for name in weights)
     assert results["scores"] == scores and results["median"] == max(medians)
     assert results["protocol"].startswith("best median" if args.eval_frequency else "mean score of the final weights")
+
+
+def test_the_agent_sees_the_salient_patches_alone(trained_mae, random_play):
+    frames = torch.from_numpy(random_play["ALE/Frostbite-v5"][:400:80])
+    errors = spirl.ErrorMapCache(trained_mae)
+    for slope in (0.5, None):
+        embeddings, count = spirl.embed_salient_patches(trained_mae, errors, 50, slope, frames.numpy())
+        patch_ids, expected = spirl.select_salient_patches(errors(frames), 50, slope)
+        assert embeddings.dtype == torch.float16 and torch.equal(count, expected)
+        assert torch.equal(embeddings, spirl.encode_patches(trained_mae, frames, patch_ids, count).half())
 
 
 def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatch):
