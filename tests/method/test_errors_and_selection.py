@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import GAMES
 
 import spirl_mae
@@ -46,8 +45,8 @@ def test_error_maps_against_loops(depth):
 
 @pytest.fixture(scope="session")
 def plain_maps(maes, random_play):
-    """5 frames of each game, spread over the random play, and their plain error maps."""
-    frames = {game: torch.from_numpy(random_play[game][7::80].copy()) for game in GAMES}
+    """10 frames of each game, spread over the random play, and their plain error maps."""
+    frames = {game: torch.from_numpy(random_play[game][7::40].copy()) for game in GAMES}
     return {game: (frames[game], spirl_mae.reconstruction_error_map(maes[game], frames[game])) for game in GAMES}
 
 
@@ -57,15 +56,22 @@ def test_the_cache_equals_the_plain_map_and_computes_each_neighbourhood_once(mae
     cache, computed = spirl.ErrorMapCache(maes[game]), []
     compute = cache.compute
     cache.compute = lambda patches, indices: computed.extend(indices) or compute(patches, indices)
-    cold = torch.cat([cache(batch) for batch in frames.split(2)])
+    cold = torch.cat([cache(batch) for batch in frames.split(7)])
     warm = cache(frames)
+    assert len(computed) == len(cache.errors) == len(set(cache.hashes(frames))) < 144 * len(frames)
     assert (cold - plain).abs().max() < 1e-5 and torch.equal(warm, cold)
-    neighbourhoods = set()  # (place, 3x3 pixels), the pixels as bytes
-    for frame in F.pad(frames, (0, 0, 8, 8, 8, 8)).numpy():
-        for row, column in np.ndindex(12, 12):
-            pixels = frame[row * 8 : row * 8 + 24, column * 8 : column * 8 + 24]
-            neighbourhoods.add((row, column, pixels.tobytes()))
-    assert len(computed) == len(cache.errors) == len(neighbourhoods) < 144 * len(frames)
+
+
+def test_keys_tell_real_neighbourhoods_apart(trained_mae, random_play):
+    """As many hashes as there are different (place, 3x3 pixels), counted as bytes."""
+    frames = np.concatenate([random_play[game][::40] for game in GAMES])
+    keys, contents = set(spirl.ErrorMapCache(trained_mae).hashes(torch.from_numpy(frames))), set()
+    for frame in frames:
+        padded = np.pad(frame.astype(np.int16), ((8, 8), (8, 8), (0, 0)), constant_values=-1)
+        for place in range(144):
+            row, column = place // 12 * 8, place % 12 * 8
+            contents.add((place, padded[row : row + 24, column : column + 24].tobytes()))
+    assert len(keys) == len(contents) > 1000
 
 
 def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps):
