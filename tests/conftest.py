@@ -72,9 +72,9 @@ def refused(capsys):
 
 
 # A small model and short games: the whole pipeline in some seconds.
-SIZES = "--image-size 48 --encoder-depth 1 --decoder-dim 32 --decoder-depth 2".split()
-PRETRAINING = "--mae-frames 64 --mae-epochs 1 --mae-batch-size 32".split()
 MACHINE = "--threads 1 --device cpu".split()
+SIZES = "--image-size 48 --encoder-depth 1 --decoder-dim 32 --decoder-depth 2".split() + MACHINE
+PRETRAINING = "--mae-frames 64 --mae-epochs 1 --mae-batch-size 32".split()
 PLAY = "--max-episode-frames 400 --learning-starts 120 --buffer-size 150 --eval-episodes 3".split() + MACHINE
 SMALL = SIZES + PRETRAINING + PLAY
 LOADED = SIZES + PLAY  # the same with a MAE that is there already

@@ -143,26 +143,32 @@ def read_pixels(frames):
     return frames.half(), torch.ones(len(frames)).long()
 
 
-def oracle_game(policy, seed, args):
-    """One whole game, alone, step by step: its raw score and length. A lost life changes nothing in the stack."""
-    env = spirl.make_envs(args, 1)
-    observation, _ = env.reset(seed=np.array([seed]))
+def oracle_game(args, policy, seed):
+    """One whole game, alone, step by step: its raw score, its length, and the lengths at which a life was lost. A lost
+    life changes nothing in the stack. With eval_epsilon 1 the actions are the random ones of a game played alone."""
+    env, rng = spirl.make_envs(args, 1), np.random.default_rng([args.seed, spirl.EVALUATE])
+    observation, info = env.reset(seed=np.array([seed]))
     stack, counts = [torch.zeros(1, 32).half()] * 4, [0, 0, 0, 0]
-    score, length = 0, 0
-    while True:
+    score, length, losses, terminated = 0, 0, [], [False]
+    while not terminated[0] and 4 * length < args.max_episode_frames:
         stack, counts = stack[1:] + [read_pixels(observation[:, 0])[0]], counts[1:] + [1]
-        q = policy.q_values(torch.stack(stack, 1), torch.tensor([counts]))
-        observation, reward, terminated, *_ = env.step(q.argmax(1).numpy())
+        action = policy.q_values(torch.stack(stack, 1), torch.tensor([counts])).argmax(1).numpy()
+        if args.eval_epsilon == 1:
+            action = rng.integers(env.single_action_space.n, size=1)
+            rng.random(1)  # whether the action is random
+        lives = info["lives"][0]
+        observation, reward, terminated, _, info = env.step(action)
         score, length = score + int(reward[0]), length + 1
-        if terminated[0] or 4 * length >= args.max_episode_frames:
-            return score, length
+        losses += [length] if info["lives"][0] < lives else []
+    return score, length, losses
 
 
 def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
-    args = spirl.Args(env_id="ALE/MsPacman-v5", seed=5, max_episode_frames=600, eval_episodes=4, eval_epsilon=0.0)
+    args = spirl.Args(env_id="ALE/MsPacman-v5", seed=5, max_episode_frames=900, eval_episodes=4, eval_epsilon=0.0)
     policy = FirstPixels(9).train()
-    games = [oracle_game(policy, seed, args) for seed in spirl.game_seeds(5, spirl.EVALUATE, num=4)]
-    expected, lengths = map(list, zip(*games))
+    games = [oracle_game(args, policy, seed) for seed in spirl.game_seeds(5, spirl.EVALUATE, num=4)]
+    expected, lengths, losses = map(list, zip(*games))
+    assert all(losses)  # each game goes on after a lost life
     batches = []
 
     def preprocess(frames):
@@ -177,26 +183,24 @@ def test_evaluation_plays_each_game_once_to_its_end_and_touches_nothing():
     assert torch.equal(torch.get_rng_state(), torch_state) and (np.random.get_state()[1] == numpy_state).all()
     assert policy.training
     assert len(recording) == min(lengths[0], 1000)
+    assert [int(counts.sum()) for _, (_, counts) in recording[3:]] == [4] * (
+        lengths[0] - 3
+    )  # a lost life blanks nothing
     frame, (stack, counts) = recording[2]
     assert frame.shape == (96, 96, 3) and counts.tolist() == [[0, 1, 1, 1]]
     assert torch.equal(stack[0, 3], read_pixels(frame[None])[0][0])
     assert spirl.evaluate(dataclasses.replace(args, eval_epsilon=1.0), policy, read_pixels)[0] != scores
 
 
-@pytest.mark.parametrize("name, cut_off", [("MsPacman", True), ("Frogger", False)])
-def test_a_game_is_scored_to_its_end(name, cut_off):
+@pytest.mark.parametrize("name, actions", [("MsPacman", 9), ("Frogger", 5)])
+def test_a_game_is_scored_to_its_end(name, actions):
     """MsPacman to the step that cuts it off, though it loses a life there; Frogger, which plays on without lives."""
-    env, rng = make(name), np.random.default_rng([1, spirl.EVALUATE])
-    _, info = env.reset(seed=spirl.game_seeds(1, spirl.EVALUATE))
-    score, length, lives, ended = 0, 0, info["lives"][0], False
-    while not ended:
-        action = rng.integers(env.single_action_space.n, size=1)
-        rng.random(1)  # evaluate draws whether the action is random
-        _, reward, terminated, _, info = env.step(action)
-        score, length = score + float(reward[0]), length + 1
-        ended = info["lives"][0] < lives if cut_off else terminated[0]
-    args = spirl.Args(env_id=f"ALE/{name}-v5", eval_episodes=1, eval_epsilon=1.0)
-    if cut_off:
-        args.max_episode_frames = 4 * length
-    scores, recording = spirl.evaluate(args, FirstPixels(int(env.single_action_space.n)), read_pixels)
+    args, policy = spirl.Args(env_id=f"ALE/{name}-v5", eval_episodes=1, eval_epsilon=1.0), FirstPixels(actions)
+    seed = spirl.game_seeds(1, spirl.EVALUATE)[0]
+    score, length, losses = oracle_game(args, policy, seed)
+    if name == "MsPacman":
+        args.max_episode_frames = 4 * losses[0]
+        score, length, losses = oracle_game(args, policy, seed)
+    assert (losses[-1] == length) == (name == "MsPacman")
+    scores, recording = spirl.evaluate(args, policy, read_pixels)
     assert scores == [score] and len(recording) == length

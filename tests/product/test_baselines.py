@@ -1,4 +1,4 @@
-"""DE-Rainbow, DE-Rainbow-P and MAE-All: their inputs, their networks, and whole runs beside SPIRL's."""
+"""DE-Rainbow, DE-Rainbow-P and MAE-All: their inputs, their networks and their steps."""
 
 import json
 from unittest.mock import Mock
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PLAY, SMALL, files, finished, in_background, run_here, scalars
+from conftest import run_here
 
 import spirl_baselines as baselines
 import spirl_rainbow as spirl
@@ -69,41 +69,6 @@ def test_mae_alls_trunk_is_that_of_spirl_with_every_patch_selected():
     state = embeddings[2:], counts[2:]
     _, expected = spirl.attended_patches(spirls, (state[0], 9 * state[1]), torch.arange(9)[None])
     assert baselines.attended_patches(trunk, state) == expected and 1 < len(expected) < 9
-
-
-@in_background
-def each_method(folder):
-    """Frostbite in the 100K setting's regime, MsPacman in the 400K setting's, both in small."""
-    in_400k = ["--env-id", "ALE/MsPacman-v5", "--train-frequency", "4", "--eval-frequency", "95"]
-    flags = {
-        "de-rainbow": [*PLAY, "--capture-video"],
-        "de-rainbow-p": [*PLAY, "--mae-frames", "150", *in_400k],
-        "mae-all": [*SMALL, "--capture-video"],
-    }
-    return {method: finished(folder, method, *flags[method], "--total-timesteps", "160", "--method", method,
-                             script="spirl_baselines.py") for method in flags}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "method, steps, updates, protocol, evaluated, left",
-    [
-        ("de-rainbow", 160, 40, "mean score of the final weights", [160], {"videos/policy.gif"}),
-        ("de-rainbow-p", 190, 10, "best median", [95, 190], set()),  # 30 more random steps
-        ("mae-all", 160, 40, "mean score of the final weights", [160],
-         {"videos/policy.gif", "mae.pt", "figures/policy_attention.png"}),
-    ],
-)  # fmt: skip
-def test_each_method_from_the_shell(each_method, method, steps, updates, protocol, evaluated, left):
-    path, results = each_method[method]
-    assert results["method"] == method and (results["steps"], results["updates"]) == (steps, updates)
-    assert results["protocol"].startswith(protocol)
-    assert [evaluation["step"] for evaluation in results["evaluations"]] == evaluated
-    assert len(results["scores"]) == 3 and results["mean"] == pytest.approx(np.mean(results["scores"]))
-    assert files(path) == {"args.json", "agent.pt", "results.json"} | left
-    assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
-    assert scalars(path).keys() >= {"charts/episodic_return", "charts/SPS", "eval/mean"}
-    agent = torch.load(path / "agent.pt", weights_only=True)
-    assert ("trunk.conv1.weight" in agent["model"]) == (method != "mae-all")
 
 
 @pytest.mark.parametrize("game, random_steps, total", [("Frostbite", 5_000, 103_400), ("Seaquest", 50_000, 148_400)])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import LOADED, MACHINE, SIZES, files, finished, in_background, scalars
+from conftest import LOADED, SIZES, files, finished, in_background, scalars
 
 import spirl_mae
 import spirl_rainbow as spirl
@@ -13,25 +13,19 @@ FRAMES = ["--mae-frames", "128", "--max-episode-frames", "600"]
 TRAINING = ["--mae-epochs", "6", "--mae-batch-size", "32", "--mae-learning-rate", "0.016"]
 
 
-def mae_run(folder, name, *flags):
-    return finished(folder, name, *SIZES, *FRAMES, *MACHINE, *flags, script="spirl_mae.py")
-
-
 @in_background
-def first(folder):
-    return mae_run(folder, "first", *TRAINING)
-
-
-@in_background
-def again(folder):
-    """The same once more; its mae.pt in spirl_rainbow.py, and what that leaves in spirl_mae.py."""
-    second = mae_run(folder, "second", *TRAINING)
+def runs_of_a_mae(folder):
+    """Two runs of one seed; the second's mae.pt in spirl_rainbow.py, and what that leaves in spirl_mae.py: the folder
+    and the results of each."""
+    alone = [*SIZES, *FRAMES]
+    first, second = (finished(folder, name, *alone, *TRAINING, script="spirl_mae.py") for name in ("first", "second"))
     played = finished(folder, "played", *LOADED, "--total-timesteps", "130", "--mae-checkpoint", second[0] / "mae.pt")
-    return second, played, mae_run(folder, "looked", "--mae-checkpoint", played[0] / "mae.pt")
+    taken = "--mae-checkpoint", played[0] / "mae.pt"
+    return first, second, played, finished(folder, "looked", *alone, *taken, script="spirl_mae.py")
 
 
-def test_a_run_leaves_what_the_readme_says(first):
-    path, results = first
+def test_a_run_leaves_what_the_readme_says(runs_of_a_mae):
+    path, results = runs_of_a_mae[0]
     figures = {"mae_reconstruction", "salient_selection", "salient_patches", "max_ratio"}
     assert files(path) == {"args.json", "mae.pt", "results.json"} | {f"figures/{name}.png" for name in figures}
     losses = results["held_out_losses"]
@@ -48,18 +42,17 @@ def test_a_run_leaves_what_the_readme_says(first):
     assert f"\n{sum(p.numel() for p in model.parameters()):,} parameters\n" in results["printed"]
 
 
-def test_the_same_seed_gives_the_same_weights_which_travel_between_the_scripts(first, again):
-    (second, _), (played, results), (looked, seen) = again
-    folders = (first[0], second, played, looked)
+def test_the_same_seed_gives_the_same_weights_which_travel_between_the_scripts(runs_of_a_mae):
+    folders, results = zip(*runs_of_a_mae)
     begun, *others = [torch.load(path / "mae.pt", weights_only=True) for path in folders]
     for other in others:  # bit for bit
         assert all(torch.equal(begun["model"][name], other["model"][name]) for name in begun["model"])
         assert torch.equal(begun["salient_counts"]["counts"], other["salient_counts"]["counts"])
-    assert results["updates"] == 10
+    assert results[2]["updates"] == 10
     assert others[1]["args"] == begun["args"] | {"run_name": "second"}  # a copy: how it was made
-    assert others[2]["args"]["mae_checkpoint"] == str(played / "mae.pt")
-    assert seen["held_out_losses"] == [] and seen["pretraining_seconds"] is None
-    assert seen["K"] == first[1]["K"]  # the same frames, seen by the same weights
+    assert others[2]["args"]["mae_checkpoint"] == str(folders[2] / "mae.pt")
+    assert results[3]["held_out_losses"] == [] and results[3]["pretraining_seconds"] is None
+    assert results[3]["K"] == results[0]["K"]  # the same frames, seen by the same weights
 
 
 def test_decoder_pictures_are_of_patch_tokens_alone(trained_mae):

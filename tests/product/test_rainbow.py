@@ -1,4 +1,4 @@
-"""spirl_rainbow.py, as a user runs it, on tiny budgets of real games."""
+"""The two scripts that train an agent, as a user runs them, on tiny budgets of real games."""
 
 import json
 import platform
@@ -10,43 +10,69 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import LOADED, ROOT, SMALL, files, finished, in_background, run_here, scalars
+from conftest import LOADED, PLAY, ROOT, SMALL, files, finished, in_background, run_here, scalars
 
 import spirl_rainbow as spirl
 
 
-LEFT = {"args.json", "mae.pt", "agent.pt", "results.json", "figures/policy_attention.png", "videos/policy.gif"}
+MAE, VIDEO, ATTENTION = "mae.pt", "videos/policy.gif", "figures/policy_attention.png"
+ALWAYS = {"args.json", "agent.pt", "results.json"}
 
 
 @in_background
-def small_run(folder):
-    """The 100K setting in small, with evaluation at the end, on Frostbite."""
-    return finished(folder, "first", *SMALL, "--total-timesteps", "240", "--capture-video")
+def runs(folder):
+    """Frostbite in the 100K setting's regime, with DE-Rainbow-P MsPacman in the 400K setting's, all in small: {method:
+    the run's folder and results}."""
+    in_400k = "--env-id ALE/MsPacman-v5 --train-frequency 4 --eval-frequency 135".split()
+    flags = {
+        "spirl": [*SMALL, "--capture-video"],
+        "mae-all": [*SMALL, "--capture-video", "--method", "mae-all"],
+        "de-rainbow": [*PLAY, "--capture-video"],
+        "de-rainbow-p": [*PLAY, *in_400k, "--method", "de-rainbow-p", "--mae-frames", "150"],
+    }
+    script = dict.fromkeys(flags, "spirl_baselines.py") | {"spirl": "spirl_rainbow.py"}
+    steps = "--total-timesteps", "240"
+    return {method: finished(folder, method, *flags[method], *steps, script=script[method]) for method in flags}
 
 
-def test_a_run_leaves_what_the_readme_says(small_run):
-    path, results = small_run
-    assert files(path) == LEFT and (path / "videos/policy.gif").read_bytes()[:6] == b"GIF89a"
-    assert json.loads((path / "args.json").read_text())["total_timesteps"] == 240
-    assert results["steps"] == 240 and results["updates"] == 120 and results["seed"] == 1
-    assert results["env_id"] == "ALE/Frostbite-v5" and results["method"] == "spirl"
+@pytest.mark.parametrize(
+    "method, steps, updates, evaluated, left",
+    [
+        ("spirl", 240, 120, [240], {MAE, ATTENTION, VIDEO}),
+        ("mae-all", 240, 120, [240], {MAE, ATTENTION, VIDEO}),
+        ("de-rainbow", 240, 120, [240], {VIDEO}),
+        ("de-rainbow-p", 270, 30, [135, 270], set()),  # 30 more random steps
+    ],
+)
+def test_a_run_leaves_what_the_readme_says(runs, method, steps, updates, evaluated, left):
+    path, results = runs[method]
+    assert files(path) == ALWAYS | left
+    assert VIDEO not in left or (path / VIDEO).read_bytes()[:6] == b"GIF89a"
+    assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
+    assert (results["method"], results["steps"], results["updates"], results["seed"]) == (method, steps, updates, 1)
+    assert results["env_id"] == ("ALE/MsPacman-v5" if method == "de-rainbow-p" else "ALE/Frostbite-v5")
     scores = results["scores"]
-    assert len(scores) == 3 and [(e["step"], e["scores"]) for e in results["evaluations"]] == [(240, scores)]
+    assert len(scores) == 3 and scores in [evaluation["scores"] for evaluation in results["evaluations"]]
+    assert [evaluation["step"] for evaluation in results["evaluations"]] == evaluated
     statistics = (np.mean(scores), np.median(scores), np.std(scores, ddof=1))
     assert (results["mean"], results["median"], results["std"]) == pytest.approx(statistics)
-    assert results["protocol"].startswith("mean score of the final weights")
-    assert results["max_patches"] == 12  # int(36 * 35 %)
-    mae, agent = (torch.load(path / name, weights_only=True) for name in ("mae.pt", "agent.pt"))
-    assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
-    assert agent["step"] == 240 and agent["model"]["support"].shape == (51,)
+    assert results["protocol"].startswith("best median" if len(evaluated) > 1 else "mean score of the final weights")
+    agent = torch.load(path / "agent.pt", weights_only=True)
+    assert agent["step"] in evaluated and agent["model"]["support"].shape == (51,)
+    assert ("trunk.conv1.weight" in agent["model"]) == (MAE not in left)
 
     curves = scalars(path)
-    charts, losses = ("episodic_return", "K", "SPS"), ("loss", "grad_norm", "q_values")
-    expected = {f"charts/{name}" for name in charts} | {f"losses/{name}" for name in losses}
-    assert curves.keys() == expected | {"eval/mean", "eval/median"}
+    expected = {"charts/episodic_return", "charts/SPS", "eval/mean", "eval/median"}
+    expected |= {"charts/K"} if method == "spirl" else set()
+    expected |= {"losses/loss", "losses/grad_norm", "losses/q_values"} if updates >= 100 else set()
+    assert curves.keys() == expected
     assert [step for step, _ in curves["charts/SPS"]] == [99, 199]
     assert curves["charts/episodic_return"] == [tuple(pair) for pair in results["training_scores"]]
-    assert [step for step, _ in scalars(path / "mae")["mae/loss"]] == [0, 1]
+    if MAE in left:
+        mae = torch.load(path / MAE, weights_only=True)
+        assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
+        assert [step for step, _ in scalars(path / "mae")["mae/loss"]] == [0, 1]
+    assert results.get("max_patches") == (12 if method == "spirl" else None)  # int(36 * 35 %)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs Linux's C library")
@@ -70,8 +96,8 @@ assert len(heap()) == length
     assert done.returncode == 0, done.stderr
 
 
-def test_a_trained_agent_is_watched_and_nothing_is_learned(tmp_path, small_run, monkeypatch):
-    path, results = small_run
+def test_a_trained_agent_is_watched_and_nothing_is_learned(tmp_path, runs, monkeypatch):
+    path, results = runs["spirl"]
     flags = [*LOADED, "--mae-checkpoint", path / "mae.pt", "--agent-checkpoint", path / "agent.pt", "--capture-video"]
     flags += ["--eval-frequency", 50]  # which is of training: there is one evaluation
     end = run_here(tmp_path, monkeypatch, *flags, "--run-name", "watched")
@@ -81,7 +107,7 @@ def test_a_trained_agent_is_watched_and_nothing_is_learned(tmp_path, small_run, 
     assert len(again["evaluations"]) == 1 and end["max_patches"] == results["max_patches"]
     agent, copy = (torch.load(folder / "agent.pt", weights_only=True) for folder in (path, watched))
     assert all(torch.equal(value, agent["model"][name]) for name, value in end["online"].state_dict().items())
-    assert copy["args"] == agent["args"] and files(watched) == LEFT  # how it was trained, not how it is watched
+    assert copy["args"] == agent["args"] and files(watched) == files(path)  # how it was trained, not how it is watched
 
 
 def oracle_run(args, mae, max_patches):
@@ -143,9 +169,8 @@ def oracle_run(args, mae, max_patches):
             cache = spirl.ErrorMapCache(mae)
             cache.errors.update(errors.errors)
             see = partial(spirl.embed_salient_patches, mae, cache, max_patches, 0.5)
-            evaluations.append(
-                (step + 1, spirl.evaluate(args, deepcopy(online), see)[0], deepcopy(online.state_dict()))
-            )
+            raw_scores, _ = spirl.evaluate(args, deepcopy(online), see)
+            evaluations.append((step + 1, raw_scores, deepcopy(online.state_dict())))
     return {"online": online, "target": target, "replay": replay, "error_map": errors}, scores, evaluations
 
 
@@ -221,8 +246,16 @@ def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatc
     assert end["run"].updates == 10
 
 
-def test_a_run_stops_at_what_is_not_finite_and_keeps_the_checkpoint_before(tmp_path, small_run, monkeypatch, capsys):
-    flags = [*LOADED, "--mae-checkpoint", small_run[0] / "mae.pt", "--total-timesteps", 200, "--run-name", "diverged"]
+def test_a_run_stops_at_what_is_not_finite_and_keeps_the_checkpoint_before(tmp_path, runs, monkeypatch, capsys):
+    flags = [
+        *LOADED,
+        "--mae-checkpoint",
+        runs["spirl"][0] / "mae.pt",
+        "--total-timesteps",
+        200,
+        "--run-name",
+        "diverged",
+    ]
     with pytest.raises(RuntimeError, match="non-finite"):
         run_here(tmp_path, monkeypatch, *flags, "--learning-rate", 2e9, "--checkpoint-frequency", 20)
     assert "runs/diverged; if stopped: --resume runs/diverged\n" in capsys.readouterr().out

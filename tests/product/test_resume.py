@@ -12,33 +12,31 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import MACHINE, PLAY, PRETRAINING, ROOT, SIZES, SMALL, finished, in_background, run, run_here, scalars
+from conftest import PLAY, PRETRAINING, ROOT, SIZES, SMALL, files, finished, in_background, run, run_here, scalars
 
 # Short games and few of them: an evaluation is soon over.
 SHORT = ["--total-timesteps", "170", "--checkpoint-frequency", "20", "--eval-frequency", "90", "--eval-episodes", "1"]
 SPIRL = ["spirl_rainbow.py", *SMALL, *SHORT, "--mae-epochs", "3", "--max-episode-frames", "240"]
 DE_RAINBOW_P = ["spirl_baselines.py", "--method", "de-rainbow-p", "--mae-frames", "150", *PLAY, *SHORT]
-MAE = ["spirl_mae.py", *SIZES, *PRETRAINING, *MACHINE, "--mae-epochs", "3", "--mae-mask-spread", "0.2"]
+MAE = ["spirl_mae.py", *SIZES, *PRETRAINING, "--mae-epochs", "3", "--mae-mask-spread", "0.2"]
 
 
 def same_end(one, two):
-    """Two run folders hold the same weights, scores and curves, bit for bit."""
-    for name in ("mae.pt", "agent.pt"):
-        assert (one / name).exists() == (two / name).exists()
-        if (one / name).exists():
-            models = [torch.load(path / name, weights_only=True)["model"] for path in (one, two)]
-            assert all(torch.equal(models[0][key], models[1][key]) for key in models[0]), name
-    results = [json.loads((path / "results.json").read_text()) for path in (one, two)]
-    assert results[0].keys() == results[1].keys()
-    for name in results[0].keys() - {"args", "training_seconds", "pretraining_seconds"}:
-        assert results[0][name] == results[1][name], name
-    for part in (".", "mae"):
-        curves = [scalars(path / part) if (path / part).exists() else {} for path in (one, two)]
-        for tag in curves[0] | curves[1]:  # no step twice, no gap
+    """Two run folders hold the same files, weights, scores and curves, bit for bit."""
+    assert files(one) == files(two)
+    for name in {"mae.pt", "agent.pt"} & files(one):
+        models = [torch.load(path / name, weights_only=True)["model"] for path in (one, two)]
+        assert all(torch.equal(models[0][key], models[1][key]) for key in models[0]), name
+    apart = dict.fromkeys(["args", "training_seconds", "pretraining_seconds"])
+    results = [json.loads((path / "results.json").read_text()) | apart for path in (one, two)]
+    assert results[0] == results[1]
+    for part in {file.parent.relative_to(one) for file in one.rglob("*tfevents*")}:
+        curves = [scalars(path / part) for path in (one, two)]
+        assert curves[0].keys() == curves[1].keys()
+        for tag in curves[0]:  # no step twice, no gap
             timed = tag == "charts/SPS"
             points = [[point[:1] if timed else point for point in curve[tag]] for curve in curves]
             assert points[0] == points[1] and len({point[0] for point in points[0]}) == len(points[0]), tag
-    assert not list(two.rglob("checkpoint.pt"))
 
 
 @in_background
@@ -54,30 +52,27 @@ import torch
 
 where, left, *sys.argv = sys.argv[1:]
 left = int(left)
+module, name, file = {
+    "an update": (torch.nn.utils, "clip_grad_norm_", ""),  # of the MAE or of the agent
+    "a checkpoint half written": (torch, "save", "checkpoint.pt"),
+    "a checkpoint not yet renamed": (os, "replace", "checkpoint.pt"),
+    "the agent not yet renamed": (os, "replace", "agent.pt"),
+}[where]
+function = getattr(module, name)
 
 
-def deadly(function):
-    def wrapped(*args, **more):
-        global left
-        file = "agent.pt" if "agent" in where else "checkpoint.pt"
-        counts = where == "an update" or file in str(args[1]) and "/mae/" not in str(args[1])
-        left -= counts
-        if left == 0 and counts:
-            if where == "a checkpoint half written":
-                function(*args, **more)
-                os.truncate(args[1], os.path.getsize(args[1]) // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **more)
-
-    return wrapped
+def deadly(*args, **more):
+    global left
+    left -= file in str(args[1]) and "/mae/" not in str(args[1])
+    if left == 0:
+        if name == "save":
+            function(*args, **more)
+            os.truncate(args[1], os.path.getsize(args[1]) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(*args, **more)
 
 
-if where == "an update":  # of the MAE or of the agent
-    torch.nn.utils.clip_grad_norm_ = deadly(torch.nn.utils.clip_grad_norm_)
-elif where == "a checkpoint half written":
-    torch.save = deadly(torch.save)
-else:  # a checkpoint, or the agent that was evaluated, not yet renamed
-    os.replace = deadly(os.replace)
+setattr(module, name, deadly)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
