@@ -969,7 +969,9 @@ def open_run(args, run_dir):
     one line where the run is finished, or another process works on it. Keep the returned file open: it holds the lock,
     which the system frees when the process ends, even by a kill."""
     if not args.resume:
-        if run_dir.exists():
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:
             fail(f"--run-name {args.run_name}: {run_dir} already exists; give another name")
         checksum = zlib.crc32(json.dumps(vars(args)).encode())
         with atomic(run_dir / "args.json") as path:
@@ -1009,7 +1011,7 @@ MAY_BE_0 = SHARES + "seed checkpoint_frequency eval_frequency mae_weight_decay n
 def check_each(args):
     """Exit with one line if any argument is invalid by itself."""
     for name, value in vars(args).items():
-        if type(value) not in (int, float) or name in ("v_min", "v_max"):
+        if type(value) not in (int, float) or name in ("v_min", "v_max"):  # these two may be negative
             continue
         limit = 1 if name in SHARES else 2_147_483_647
         if not (0 < value <= limit or (value == 0 and name in MAY_BE_0)):  # this form also refuses nan
@@ -1297,7 +1299,6 @@ if __name__ == "__main__":
         "updates": run.updates,
         "training_seconds": time.perf_counter() - start_time,  # evaluations included
         "device": str(device),
-        "threads": args.threads,
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }
     with atomic(run_dir / "results.json") as path:
