@@ -17,14 +17,15 @@ import spirl_rainbow
 sys.path.insert(0, str(ROOT / "tests/results"))
 import table  # noqa: E402
 
-FILES = sorted([*table.FOLDER.glob("*.json"), *table.EARLIER.glob("*.json")])
+FOLDERS = [table.FOLDER, table.EARLIER, *table.ABLATIONS]
+FILES = sorted(path for folder in FOLDERS for path in folder.glob("*.json"))
 README = " ".join((ROOT / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("rows, readme", table.TABLES.items(), ids=[rows.__name__ for rows in table.TABLES])
 def test_the_readmes_have_the_tables_of_all_files(rows, readme):
     runs, text = table.read(), (ROOT / readme).read_text()
-    assert sum(len(seeds) for folder in (runs, table.read(table.EARLIER)) for seeds in folder.values()) == len(FILES)
+    assert sum(len(seeds) for folder in FOLDERS for seeds in table.read(folder).values()) == len(FILES)
     assert f"\n\n{rows(runs)}\n\n" in text
 
 
@@ -66,6 +67,10 @@ def test_a_result_is_of_the_papers_agent(path):
     changed = {name for name, value in args.items() if value != defaults[name]}
     allowed = {"env_id", "seed", "method", "mae_checkpoint", "device", "threads", "run_name", "resume"}
     allowed |= {"capture_video", "checkpoint_frequency"}
+    if path.parent in table.ABLATIONS:
+        flag, _ = table.ABLATIONS[path.parent]
+        assert flag in results["command"]
+        allowed.add(flag.split()[0][2:])
     random_steps = 1600
     if method == "de-rainbow-p":  # Table 12
         random_steps = 5_000 if game == "Frostbite" else 50_000

@@ -24,6 +24,9 @@ import spirl_rainbow  # noqa: E402
 
 FOLDER = ROOT / "tests/results/100k"
 EARLIER = ROOT / "tests/results/xavier_start"  # SPIRL's runs whose agent began with Xavier weights and zero biases
+ABLATIONS = {  # SPIRL's runs on Seaquest with one flag: the folder, the flag, the paper's score (Tables 3 and 14)
+    ROOT / "tests/results/fixed": ("--selection fixed", "496.3 (90.1)"),
+}
 SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "de-rainbow-p": spirl_baselines,
            "mae-all": spirl_baselines}
 METHODS = {"spirl": "SPIRL", "de-rainbow": "DE-Rainbow", "de-rainbow-p": "DE-Rainbow-P", "mae-all": "MAE-All"}
@@ -163,9 +166,20 @@ def starts(runs):
     return "\n".join(rows)
 
 
+def ablations(runs):
+    """SPIRL on Seaquest as it is and with one flag: each seed's score, beside the paper's."""
+    mean, std = PAPER["Seaquest"]["spirl"]
+    table = [("none", runs["Seaquest", "spirl"], f"{mean} ({std})")]
+    table += [(f"`{flag}`", read(folder)["Seaquest", "spirl"], paper) for folder, (flag, paper) in ABLATIONS.items()]
+    rows = ["| SPIRL on Seaquest with the flag | ours, seed by seed | the paper's (5 seeds) |", "|---|---|---|"]
+    for flag, seeds, paper in table:
+        rows.append(f"| {flag} | {', '.join(str(results['mean']) for results in seeds)} | {paper} |")
+    return "\n".join(rows)
+
+
 # What is printed, and which file has it (tests/product/test_results.py).
 TABLES = {headline: "README.md", efficiency: "tests/results/README.md", markdown: "tests/results/README.md",
-          starts: "tests/results/README.md"}
+          starts: "tests/results/README.md", ablations: "tests/results/README.md"}
 
 
 def draw(runs, path):
