@@ -254,8 +254,7 @@ class Block(nn.Module):
         mhsa = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         mhsa = self.attn.proj(mhsa.transpose(1, 2).flatten(2))
         x = x + mhsa if self.residual else mhsa
-        hidden = F.gelu(self.mlp.fc1(self.norm2(x)))  # (B, T, 4 D)
-        out = self.mlp.fc2(hidden)  # (B, T, D)
+        out = self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))  # (B, T, D), by way of (B, T, 4 D)
         return x + out if self.residual else out
 
 
@@ -408,7 +407,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
     `held_out`, a list, one per epoch.
 
-    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which args.resume goes on.
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt; with args.resume it goes on there.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
     Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
     """
@@ -445,7 +444,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
-            loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
+            loss = mae(frames[batch].to(device), mask_ratio, mask_generator)[0]
             optimizer.zero_grad()
             loss.backward()
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
@@ -456,11 +455,11 @@ def pretrain_mae(args, mae, frames, held_out, folder):
 
         with torch.no_grad():
             generator = torch.Generator(device).manual_seed(0)  # the same masks in each epoch
-            held_out_loss, _, _ = mae(held_out.to(device), args.mae_mask_ratio, generator)
-        held_out_losses.append(held_out_loss.item())
+            held_out_loss = mae(held_out.to(device), args.mae_mask_ratio, generator)[0].item()
+        held_out_losses.append(held_out_loss)
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
-        progress.set_postfix(held_out_loss=held_out_loss.item())
+        progress.set_postfix(held_out_loss=held_out_loss)
         checkpoint = {
             "model": mae.state_dict(),
             "optimizer": optimizer.state_dict(),
@@ -797,10 +796,9 @@ def evaluate(args, network, preprocess):
         actions[playing] = np.where(is_random, random, greedy)
         observation, reward, terminated, truncated, _ = envs.step(actions)  # a game that begins anew is not counted
         scores[playing] += reward[playing]
-        over = terminated | truncated
-        playing = playing[~over[playing]]
-        progress.set_postfix(still_playing=len(playing), refresh=False)
+        playing = playing[~(terminated | truncated)[playing]]
         progress.update()
+        progress.set_postfix(still_playing=len(playing))
     progress.close()
     envs.close()
     network.train()
@@ -905,8 +903,7 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    made_for = {"env_id": content["env_id"], **content["sizes"]} if "sizes" in content else {}
-    for name, value in made_for.items():
+    for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
@@ -1188,7 +1185,8 @@ if __name__ == "__main__":
     eval_frequency = args.eval_frequency or args.total_timesteps
     eval_steps = [*range(eval_frequency, args.total_timesteps, eval_frequency), args.total_timesteps]
     for eval_step in eval_steps[len(run.evaluations) :]:  # after a resume, those that are not done
-        progress = tqdm(range(run.saved_step, eval_step), "training", args.total_timesteps, initial=run.saved_step)
+        steps = range(run.saved_step, eval_step)
+        progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step, disable=not steps)
         for step in progress:
             # Act.
             if step < args.learning_starts:
@@ -1234,7 +1232,7 @@ if __name__ == "__main__":
                         writer.add_scalar(f"losses/{key}", value, step)
 
             # Log.
-            done = step + 1  # steps, with this one
+            done = step + 1  # steps taken, this one included
             if done % 100 == 0:
                 writer.add_scalar("charts/SPS", done / (time.perf_counter() - start_time), step)
 
@@ -1282,7 +1280,7 @@ if __name__ == "__main__":
     envs.close()
     writer.close()
     scores = best["scores"]
-    measure = "best median of the evaluations" if len(run.evaluations) > 1 else "mean score of the final weights"
+    measure = "best median of the evaluations" if args.eval_frequency else "mean score of the final weights"
     results = {
         "env_id": args.env_id,
         "method": args.method,
@@ -1303,6 +1301,6 @@ if __name__ == "__main__":
     }
     with atomic(run_dir / "results.json") as path:
         path.write_text(json.dumps(results, indent=2))
-    for path in run_dir.rglob("checkpoint.pt"):  # this one, and the one of pre-training
-        path.unlink()
+    for path in (checkpoint_path, run_dir / "mae/checkpoint.pt"):
+        path.unlink(missing_ok=True)
     print(f"mean {results['mean']:.1f}, median {best['median']:.1f} ({measure}); see {run_dir}/results.json")

@@ -215,8 +215,7 @@ class Block(nn.Module):
         mhsa = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         mhsa = self.attn.proj(mhsa.transpose(1, 2).flatten(2))
         x = x + mhsa if self.residual else mhsa
-        hidden = F.gelu(self.mlp.fc1(self.norm2(x)))  # (B, T, 4 D)
-        out = self.mlp.fc2(hidden)  # (B, T, D)
+        out = self.mlp.fc2(F.gelu(self.mlp.fc1(self.norm2(x))))  # (B, T, D), by way of (B, T, 4 D)
         return x + out if self.residual else out
 
 
@@ -369,7 +368,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
     """Train `mae` in place on uint8 frames (num_frames, H, W, 3) as in Table 5. Returns its losses on the frames
     `held_out`, a list, one per epoch.
 
-    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt, from which args.resume goes on.
+    `folder`, a Path, gets TensorBoard's curves and, after each epoch, checkpoint.pt; with args.resume it goes on there.
     With args.mae_mask_spread the MAE also learns to rebuild from few patches, as Eq. (3) asks it to: 8 of 144, not 36.
     Raises ValueError for fewer frames than a batch, RuntimeError where a gradient is not finite.
     """
@@ -406,7 +405,7 @@ def pretrain_mae(args, mae, frames, held_out, folder):
             for group in optimizer.param_groups:
                 group["lr"] = warmup_cosine(step, steps, peak)
             mask_ratio = args.mae_mask_ratio + args.mae_mask_spread * rng.uniform(-1, 1)
-            loss, _, _ = mae(frames[batch].to(device), mask_ratio, mask_generator)
+            loss = mae(frames[batch].to(device), mask_ratio, mask_generator)[0]
             optimizer.zero_grad()
             loss.backward()
             # Clips nothing, but raises RuntimeError where a gradient is not finite.
@@ -417,11 +416,11 @@ def pretrain_mae(args, mae, frames, held_out, folder):
 
         with torch.no_grad():
             generator = torch.Generator(device).manual_seed(0)  # the same masks in each epoch
-            held_out_loss, _, _ = mae(held_out.to(device), args.mae_mask_ratio, generator)
-        held_out_losses.append(held_out_loss.item())
+            held_out_loss = mae(held_out.to(device), args.mae_mask_ratio, generator)[0].item()
+        held_out_losses.append(held_out_loss)
         writer.add_scalar("mae/held_out_loss", held_out_loss, step)
         writer.flush()
-        progress.set_postfix(held_out_loss=held_out_loss.item())
+        progress.set_postfix(held_out_loss=held_out_loss)
         checkpoint = {
             "model": mae.state_dict(),
             "optimizer": optimizer.state_dict(),
@@ -588,7 +587,7 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
 
 
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
-# Each function returns a Figure. MAE, frames and errors are on the CPU.
+# Each draw_... returns a Figure; MAE, frames and errors are on the CPU.
 BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # safe for colour-blind readers
 matplotlib.rcParams.update({"font.size": 14, "savefig.dpi": 130, "figure.constrained_layout.use": True})
 
@@ -780,8 +779,7 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    made_for = {"env_id": content["env_id"], **content["sizes"]} if "sizes" in content else {}
-    for name, value in made_for.items():
+    for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:

@@ -82,7 +82,7 @@ def train(args):
     spirl_mae.atomic = atomic
     content = {"model": mae.state_dict(), "sizes": spirl_mae.mae_sizes(mae_args), "env_id": args.env_id,
                "args": vars(mae_args), "salient_counts": {}}
-    torch.save(content, folder / "mae.pt")
+    spirl_mae.save(content, folder / "mae.pt")
     return folder
 
 

@@ -247,15 +247,8 @@ def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatc
 
 
 def test_a_run_stops_at_what_is_not_finite_and_keeps_the_checkpoint_before(tmp_path, runs, monkeypatch, capsys):
-    flags = [
-        *LOADED,
-        "--mae-checkpoint",
-        runs["spirl"][0] / "mae.pt",
-        "--total-timesteps",
-        200,
-        "--run-name",
-        "diverged",
-    ]
+    mae = runs["spirl"][0] / "mae.pt"
+    flags = [*LOADED, "--mae-checkpoint", mae, "--total-timesteps", 200, "--run-name", "diverged"]
     with pytest.raises(RuntimeError, match="non-finite"):
         run_here(tmp_path, monkeypatch, *flags, "--learning-rate", 2e9, "--checkpoint-frequency", 20)
     assert "runs/diverged; if stopped: --resume runs/diverged\n" in capsys.readouterr().out
