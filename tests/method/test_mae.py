@@ -2,7 +2,6 @@
 
 import argparse
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,34 +10,27 @@ import torch
 import spirl_rainbow as spirl
 
 
-def count(modules):
-    return sum(p.numel() for module in modules for p in module.parameters() if p.requires_grad)
-
-
 def test_parameter_counts_are_those_of_table_4():
     mae = spirl.MaskedAutoencoder()
-    assert count([mae.patch_embed, mae.blocks, mae.norm]) == 162_432
-    assert count([mae.decoder_embed, mae.decoder_blocks, mae.decoder_norm, mae.decoder_pred]) == 628_160
-    assert mae.cls_token.numel() == 64 and mae.mask_token.numel() == 128
-    assert count([mae]) == 790_784
+    encoder = [mae.patch_embed, mae.blocks, mae.norm]
+    decoder = [mae.decoder_embed, mae.decoder_blocks, mae.decoder_norm, mae.decoder_pred]
+    for modules, expected in ((encoder, 162_432), (decoder, 628_160), ([mae], 790_784)):
+        assert sum(p.numel() for module in modules for p in module.parameters()) == expected
 
 
 def test_the_auto_encoder_begins_as_the_authors_does():
     """Xavier-uniform weights and zero biases; q, k and v are one layer of three times the outputs, so its bound is
     smaller. Tokens are small, and a LayerNorm divides by no less than 0.001."""
     torch.manual_seed(0)
-    modules = list(spirl.MaskedAutoencoder().modules())
-    linear = [layer for layer in modules if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)]
-    assert len(linear) == 27
+    mae = spirl.MaskedAutoencoder()
+    linear = [layer for layer in mae.modules() if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)]
     for layer in linear:
         weight = layer.weight.flatten(1)  # (out, in); of the convolution (64, 3 * 8 * 8)
         bound = math.sqrt(6 / sum(weight.shape))
         assert 0.97 * bound < weight.abs().max() <= bound and not layer.bias.any(), layer
-    norms = [layer for layer in modules if isinstance(layer, torch.nn.LayerNorm)]
-    assert len(norms) >= 2 and all(norm.eps == 1e-6 for norm in norms)
-    maes = [spirl.MaskedAutoencoder() for _ in range(30)]
-    drawn = [token.flatten() for mae in maes for token in (mae.cls_token, mae.mask_token)]
-    assert torch.cat(drawn).std().item() == pytest.approx(0.02, rel=0.1)
+    assert {layer.eps for layer in mae.modules() if isinstance(layer, torch.nn.LayerNorm)} == {1e-6}
+    tokens = torch.cat([mae.cls_token, mae.mask_token], 2)
+    assert tokens.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 def test_a_facebookresearch_checkpoint_loads(tmp_path):
@@ -75,9 +67,8 @@ def test_grey_images_and_many_small_patches():
 def layer_norm(x, module):
     mean = sum(x) / len(x)
     variance = sum((value - mean) ** 2 for value in x) / len(x)
-    scale = math.sqrt(variance + 1e-6)
-    weight, bias = module.weight.tolist(), module.bias.tolist()
-    return [(value - mean) / scale * w + b for value, w, b in zip(x, weight, bias)]
+    normalised = [(value - mean) / math.sqrt(variance + 1e-6) for value in x]
+    return [value * w + b for value, w, b in zip(normalised, module.weight.tolist(), module.bias.tolist())]
 
 
 def linear(x, module):
@@ -92,18 +83,15 @@ def plus(x, y):
 def oracle_block(X, block, heads, residual=True):
     """One Transformer layer as the paper's Background writes it: lists of lists, loops, no tensors. Returns what comes
     out for each token, and the attention that each one pays to all, averaged over the heads."""
-    dim = len(X[0])
-    d = dim // heads
-    projected = [linear(layer_norm(x, block.norm1), block.attn.qkv) for x in X]
+    d = len(X[0]) // heads
+    projected = [linear(layer_norm(x, block.norm1), block.attn.qkv) for x in X]  # q of all heads, then k, then v
     Z, attention = [], []
-    for i, x in enumerate(X):
-        concatenated = []
-        paid = [0.0] * len(X)
+    for x, own in zip(X, projected):
+        concatenated, paid = [], [0.0] * len(X)
         for head in range(heads):
-            at = slice(head * d, head * d + d)
-            q = projected[i][:dim][at]
-            K = [p[dim : 2 * dim][at] for p in projected]
-            V = [p[2 * dim :][at] for p in projected]
+            q = own[head * d :][:d]
+            K = [p[(heads + head) * d :][:d] for p in projected]
+            V = [p[(2 * heads + head) * d :][:d] for p in projected]
             scores = [math.exp(sum(a * b for a, b in zip(q, k)) / math.sqrt(d)) for k in K]
             weights = [s / sum(scores) for s in scores]
             paid = [p + w / heads for p, w in zip(paid, weights)]
@@ -150,12 +138,9 @@ def oracle_mae(mae, frame, kept, heads):
 
 def test_the_whole_auto_encoder_and_its_loss_against_loops():
     torch.manual_seed(0)
-    mae = spirl.MaskedAutoencoder(
-        12, 4, 8, encoder_depth=2, encoder_heads=2, decoder_dim=12, decoder_depth=2, decoder_heads=2
-    )
-    with torch.no_grad():
-        for p in mae.parameters():  # larger than at the start, biases and LayerNorms too
-            p.add_(torch.randn_like(p) * 0.3)
+    mae = spirl.MaskedAutoencoder(12, 4, 8, encoder_depth=2, encoder_heads=2, decoder_dim=12, decoder_heads=2)
+    for p in mae.requires_grad_(False).parameters():  # larger than at the start, biases and LayerNorms too
+        p.add_(torch.randn_like(p) * 0.3)
     frames = torch.randint(256, (2, 12, 12, 3), dtype=torch.uint8)
     loss, prediction, mask = mae(frames, 0.6, torch.Generator().manual_seed(1))
     assert (mask == 0).sum(1).tolist() == [3, 3]  # int(9 * 0.4) are seen
@@ -207,8 +192,7 @@ def test_pretraining_is_that_of_table_5_with_a_mask_ratio_that_varies(frames, mo
     assert not names  # each parameter is in a group
     held_out_ratios, drawn = ratios[6::7], np.delete(ratios, slice(6, None, 7))
     assert held_out_ratios == [0.7] * 16 and len(drawn) == len(set(drawn)) == 96
-    histogram, _ = np.histogram(drawn, 5, (0.45, 0.95))
-    assert histogram.sum() == 96 and histogram.min() > 8  # 19 each, but for chance
+    assert 0.45 <= min(drawn) < 0.5 and 0.9 < max(drawn) <= 0.95
     # At first it is no better than each patch's mean, which is zero after Eq. (2).
     zero = spirl.normalize_patches(mae.patchify(held_out)).square().mean().item()
     assert len(held_out_losses) == 16 and held_out_losses[0] > 0.9 * zero and held_out_losses[-1] < zero
@@ -216,8 +200,7 @@ def test_pretraining_is_that_of_table_5_with_a_mask_ratio_that_varies(frames, mo
 
 def test_pretraining_stops_at_what_is_not_finite(frames, tmp_path):
     mae = small_mae()
-    with torch.no_grad():
-        mae.decoder_pred.weight.fill_(3e19)  # the loss is finite, its gradient overflows
+    mae.decoder_pred.weight.data.fill_(3e19)  # the loss is finite, its gradient overflows
     before = {name: value.clone() for name, value in mae.state_dict().items()}
     with pytest.raises(RuntimeError, match="non-finite"):
         spirl.pretrain_mae(spirl.Args(), mae, frames, frames, tmp_path)
@@ -225,11 +208,10 @@ def test_pretraining_stops_at_what_is_not_finite(frames, tmp_path):
 
 
 def test_pretraining_goes_on_from_its_checkpoint_where_it_is_asked_to(frames, tmp_path):
-    """After its last epoch nothing is left to do. (That one which is killed ends the same, bit for bit, test_resume.py
-    shows.) Unless it is asked to go on it begins anew, whatever the folder holds."""
-    args, mae, resumed, anew = spirl.Args(mae_epochs=2, mae_batch_size=32), small_mae(0), small_mae(1), small_mae(1)
-    losses = spirl.pretrain_mae(args, mae, frames, frames[:16], tmp_path)
-    go_on = replace(args, resume="runs/NAME")
-    assert spirl.pretrain_mae(go_on, resumed, frames, frames[:16], tmp_path) == losses
-    assert all(torch.equal(value, mae.state_dict()[name]) for name, value in resumed.state_dict().items())
-    assert spirl.pretrain_mae(args, anew, frames, frames[:16], tmp_path)[0] != losses[0]
+    """Here after its last epoch, when nothing is left to do; else it begins anew, whatever the folder holds."""
+    args, maes = spirl.Args(mae_epochs=2, mae_batch_size=32), [small_mae(seed) for seed in range(3)]
+    losses = [spirl.pretrain_mae(args, mae, frames, frames[:16], tmp_path) for mae in maes[:2]]
+    assert losses[1][0] != losses[0][0]
+    args.resume = "runs/NAME"
+    assert spirl.pretrain_mae(args, maes[2], frames, frames[:16], tmp_path) == losses[1]
+    assert all(torch.equal(value, maes[1].state_dict()[name]) for name, value in maes[2].state_dict().items())

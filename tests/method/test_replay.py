@@ -35,12 +35,14 @@ def play(replay, steps, seed):
         life += 1
 
 
-def oracle_stack(history, t):
-    """The S frames that end at t: the number of each and its count, or None and 0 before the life's first."""
-    stack = []
+def oracle_stack(history, t, capacity=10**9):
+    """The S frames that end at t, as a ring of this capacity has them by now (it may have overwritten some): the number
+    of each and its count, or None and 0 where it is not of the same life."""
+    newest, stack = len(history) - 1, []
     for k in range(t - S + 1, t + 1):
-        own = k >= 0 and history[k]["life"] == history[t]["life"]
-        stack.append((k, history[k]["count"]) if own else (None, 0))
+        there = newest - (newest - k) % capacity  # the frame that is in that place now
+        own = there >= 0 and history[there]["life"] == history[t]["life"]
+        stack.append((there, history[there]["count"]) if own else (None, 0))
     return stack
 
 
@@ -59,32 +61,19 @@ def oracle_return(history, t, n):
             return total, 0.0, m + 1
 
 
-def oracle_whole(history, t, capacity):
-    """Whether the ring still has the stack that ends at t: in each place of it the frame that was there, or where the
-    life had not begun none of that life."""
-    newest = len(history) - 1
-    for k, (own, _) in zip(range(t - S + 1, t + 1), oracle_stack(history, t)):
-        there = newest - (newest - k) % capacity  # the frame that is in that place now
-        same_life = there >= 0 and history[there]["life"] == history[t]["life"]
-        if same_life if own is None else there != own:
-            return False
-    return True
-
-
 @pytest.mark.parametrize("capacity, n", [(40, 5), (56, 20), (77, 3), (100, 20)])
 def test_stacks_and_returns_against_the_whole_history(capacity, n):
     """At every moment of several laps: a slot can be drawn only where its return is known and its stack is whole, and
     then both are those of the history."""
     replay = spirl.Replay(capacity, (3, 2), torch.float16, "cpu", S, n, GAMMA)
-    drawable, spared = 0, 0
+    drawable = 0
     for history in play(replay, 7 * capacity, seed=capacity):
         newest = len(history) - 1
         for slot, priority in enumerate(replay.priorities.tolist()):
             t = newest - (newest - slot) % capacity  # the frame that the slot holds
             known = oracle_return(history, t, n) if t >= 0 else None
-            whole = t >= 0 and oracle_whole(history, t, capacity)
+            whole = t >= 0 and oracle_stack(history, t, capacity) == oracle_stack(history, t)
             assert (priority > 0) == (known is not None and whole), (newest, t)
-            spared += known is not None and not whole
             if not whole or newest % 7 and t > newest - capacity + S:  # all now and then, the oldest each time
                 continue
             frames, counts = replay.stacks(torch.tensor([slot]))
@@ -93,20 +82,19 @@ def test_stacks_and_returns_against_the_whole_history(capacity, n):
             if not known:
                 continue
             drawable += 1
-            action, total, discount, after = replay.returns(torch.tensor([slot]))
-            assert action.item() == history[t]["action"] and total.item() == pytest.approx(known[0], rel=1e-6, abs=1e-6)
-            assert discount.item() == pytest.approx(known[1])
-            if known[1]:
-                assert after.item() == (t + known[2]) % capacity
-    assert drawable > 1000 and spared > 50
+            total, discount, m = known
+            expected = [history[t]["action"], total, discount, (t + m) % capacity]
+            got = [value.item() for value in replay.returns(torch.tensor([slot]))]
+            assert got == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert drawable > 1000
 
 
 def filled(priorities):
     replay = spirl.Replay(len(priorities) + 10, (1,), torch.float32, "cpu", 1, 1, GAMMA)
-    for t in range(len(priorities) + 1):
-        replay.append(torch.tensor([float(t)]), 1, t == 0)
-        if t < len(priorities):
-            replay.complete(0, 0.0, False)
+    for t in range(len(priorities)):
+        replay.append(torch.zeros(1), 1, t == 0)
+        replay.complete(0, 0.0, False)
+    replay.append(torch.zeros(1), 1, False)
     replay.set_priorities(torch.arange(len(priorities)), torch.tensor(priorities))
     return replay
 
@@ -125,8 +113,7 @@ def test_sampling_frequencies_against_the_definition():
         counts += np.bincount(slots, minlength=8)
         for i in range(8):  # stratified: each share of the mass gives one, so a slot's number is nearly fixed
             assert abs((slots == i).sum().item() - B * P[i]) < 2
-    expected = np.array(P) * batches * B
-    assert (((counts - expected) ** 2 / expected)[1:].sum()) < 30  # chi-square; 7 degrees of freedom, p < 1e-4
+    assert counts / (batches * B) == pytest.approx(P, abs=0.001)
 
 
 def test_sampling_before_anything_can_be_drawn_gives_nan_and_not_a_number_to_learn_from():
@@ -134,8 +121,6 @@ def test_sampling_before_anything_can_be_drawn_gives_nan_and_not_a_number_to_lea
     replay.append(torch.zeros(1), 1, True)
     replay.complete(0, 0.0, False)
     assert replay.sample(2, 0.5, torch.Generator())[1].isnan().all()
-    replay.append(torch.zeros(1), 1, False)
-    assert replay.sample(2, 0.5, torch.Generator())[0].tolist() == [0, 0]
 
 
 def test_an_empty_slot_that_is_drawn_counts_for_nothing_and_stays_empty(monkeypatch):
@@ -152,13 +137,11 @@ def test_an_empty_slot_that_is_drawn_counts_for_nothing_and_stays_empty(monkeypa
 
 def test_new_slots_get_the_largest_priority_so_far():
     replay = filled([0.2, 9.0, 0.3])
+    replay.set_priorities(torch.tensor([1]), torch.tensor([0.0]))
+    assert replay.priorities[1].item() == pytest.approx(1e-3)  # at least 1e-6, to the power 0.5
     replay.complete(0, 0.0, False)
     replay.append(torch.zeros(1), 1, False)
     assert replay.priorities[3].item() == pytest.approx(3.0)  # 9 ** 0.5
-    replay.set_priorities(torch.tensor([1]), torch.tensor([0.0]))
-    assert replay.priorities[1].item() == pytest.approx(1e-3)  # at least 1e-6, to the power 0.5
-    fresh = filled([0.5])
-    assert fresh.max_priority.item() == 1.0  # at first 1
 
 
 def test_memory_of_a_100k_replay():
