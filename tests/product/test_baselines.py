@@ -4,7 +4,6 @@ import json
 from unittest.mock import Mock
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,21 +27,12 @@ def test_the_cnn_is_two_convolutions_of_5x5_with_stride_5():
         torch.testing.assert_close(cnn(frames, counts), x.flatten(1), rtol=1e-4, atol=1e-6)
 
 
-def test_the_grey_frames_are_of_the_same_games():
-    """Pixel by pixel the luminance of the colours that SPIRL sees, at another size."""
-    envs = baselines.make_envs(baselines.Args(), 1), spirl.make_envs(spirl.Args(image_size=84, patch_size=7), 1)
-    grey, rgb = (env.reset(seed=spirl.game_seeds(1, spirl.PLAY, 0))[0] for env in envs)
+def test_de_rainbow_sees_grey_frames_as_they_are():
+    """That they are of the same games as the colours that SPIRL sees, test_drift.py shows."""
+    grey, _ = baselines.make_envs(baselines.Args(), 1).reset(seed=spirl.game_seeds(1, spirl.PLAY, 0))
     pixels, counts = baselines.prepare_pixels("cpu", grey[:, 0])
     assert pixels.shape == (1, 84, 84) and pixels.dtype == torch.uint8 and counts.tolist() == [1]
     assert (pixels.numpy() == grey[:, 0]).all()
-    apart, before_and_after = [], []  # largest differences, of 255
-    for step in range(60):
-        luminance = rgb[0, 0] @ np.array([0.2989, 0.587, 0.114])
-        apart.append(np.abs(luminance - grey[0, 0]).max())
-        grey, rgb = (env.step(np.array([step % 18]))[0] for env in envs)
-        before_and_after.append(np.abs(luminance - grey[0, 0]).max())
-    assert np.median(apart) < 1.5 and max(apart) < 15  # rounding; the brighter of two colours is not that of two greys
-    assert np.median(before_and_after) > 30  # what a frame too many or too few would do
 
 
 def test_mae_all_sees_all_embeddings_in_order(trained_mae, random_play):

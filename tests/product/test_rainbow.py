@@ -14,9 +14,8 @@ from conftest import LOADED, PLAY, ROOT, SMALL, files, finished, in_background, 
 
 import spirl_rainbow as spirl
 
-
-MAE, VIDEO, ATTENTION = "mae.pt", "videos/policy.gif", "figures/policy_attention.png"
-ALWAYS = {"args.json", "agent.pt", "results.json"}
+VIDEO = "videos/policy.gif"
+WITH_A_MAE = {"mae.pt", "figures/policy_attention.png"}
 
 
 @in_background
@@ -38,28 +37,25 @@ def runs(folder):
 @pytest.mark.parametrize(
     "method, steps, updates, evaluated, left",
     [
-        ("spirl", 240, 120, [240], {MAE, ATTENTION, VIDEO}),
-        ("mae-all", 240, 120, [240], {MAE, ATTENTION, VIDEO}),
+        ("spirl", 240, 120, [240], WITH_A_MAE | {VIDEO}),
+        ("mae-all", 240, 120, [240], WITH_A_MAE | {VIDEO}),
         ("de-rainbow", 240, 120, [240], {VIDEO}),
         ("de-rainbow-p", 270, 30, [135, 270], set()),  # 30 more random steps
     ],
 )
 def test_a_run_leaves_what_the_readme_says(runs, method, steps, updates, evaluated, left):
     path, results = runs[method]
-    assert files(path) == ALWAYS | left
+    assert files(path) == {"args.json", "agent.pt", "results.json"} | left
     assert VIDEO not in left or (path / VIDEO).read_bytes()[:6] == b"GIF89a"
-    assert json.loads((path / "args.json").read_text())["total_timesteps"] == steps
     assert (results["method"], results["steps"], results["updates"], results["seed"]) == (method, steps, updates, 1)
     assert results["env_id"] == ("ALE/MsPacman-v5" if method == "de-rainbow-p" else "ALE/Frostbite-v5")
     scores = results["scores"]
-    assert len(scores) == 3 and scores in [evaluation["scores"] for evaluation in results["evaluations"]]
+    assert len(scores) == 3
     assert [evaluation["step"] for evaluation in results["evaluations"]] == evaluated
     statistics = (np.mean(scores), np.median(scores), np.std(scores, ddof=1))
     assert (results["mean"], results["median"], results["std"]) == pytest.approx(statistics)
-    assert results["protocol"].startswith("best median" if len(evaluated) > 1 else "mean score of the final weights")
     agent = torch.load(path / "agent.pt", weights_only=True)
-    assert agent["step"] in evaluated and agent["model"]["support"].shape == (51,)
-    assert ("trunk.conv1.weight" in agent["model"]) == (MAE not in left)
+    assert ("trunk.conv1.weight" in agent["model"]) == ("mae.pt" not in left)
 
     curves = scalars(path)
     expected = {"charts/episodic_return", "charts/SPS", "eval/mean", "eval/median"}
@@ -68,29 +64,26 @@ def test_a_run_leaves_what_the_readme_says(runs, method, steps, updates, evaluat
     assert curves.keys() == expected
     assert [step for step, _ in curves["charts/SPS"]] == [99, 199]
     assert curves["charts/episodic_return"] == [tuple(pair) for pair in results["training_scores"]]
-    if MAE in left:
-        mae = torch.load(path / MAE, weights_only=True)
+    if "mae.pt" in left:
+        mae = torch.load(path / "mae.pt", weights_only=True)
         assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
-        assert [step for step, _ in scalars(path / "mae")["mae/loss"]] == [0, 1]
+        assert len(scalars(path / "mae")["mae/loss"]) == 2
     assert results.get("max_patches") == (12 if method == "spirl" else None)  # int(36 * 35 %)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs Linux's C library")
 def test_freed_memory_is_kept():
-    """Pieces of 31 MB come from the heap, not from places apart, and it stays as long as it was when they are freed."""
     code = """
-import torch, spirl_rainbow as spirl
+import torch, spirl_rainbow
 
-def heap():
-    line = next(line for line in open("/proc/self/maps") if "[heap]" in line)
-    return range(*(int(end, 16) for end in line.split()[0].split("-")))
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])  # pages
 
-spirl.keep_freed_memory()
-pieces = [torch.ones(31 * 2**18) for _ in range(10)]
-assert all(piece.data_ptr() in heap() for piece in pieces)
-length = len(heap())
+spirl_rainbow.keep_freed_memory()
+pieces = [torch.ones(31 * 2**18) for _ in range(10)]  # of 31 MB
+full = resident()
 del pieces
-assert len(heap()) == length
+assert resident() > 0.99 * full
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -132,9 +125,13 @@ def oracle_run(args, mae, max_patches):
     online.resample_noise(generator)
     errors = spirl.ErrorMapCache(mae)
 
+    def see(errors, frames):
+        frames = torch.from_numpy(frames)
+        patch_ids, count = spirl.select_salient_patches(errors(frames), max_patches, 0.5)
+        return spirl.encode_patches(mae, frames, patch_ids, count).half(), count
+
     def store(starts):
-        patches, count = spirl.embed_salient_patches(mae, errors, max_patches, 0.5, observation[0])
-        replay.append(patches, count, starts)
+        replay.append(*see(errors, observation[0]), starts)
 
     updates, scores, evaluations, score, length = 0, [], [], 0.0, 0
     observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, 0))
@@ -168,8 +165,7 @@ def oracle_run(args, mae, max_patches):
         if (step + 1) % (args.eval_frequency or args.total_timesteps) == 0:
             cache = spirl.ErrorMapCache(mae)
             cache.errors.update(errors.errors)
-            see = partial(spirl.embed_salient_patches, mae, cache, max_patches, 0.5)
-            raw_scores, _ = spirl.evaluate(args, deepcopy(online), see)
+            raw_scores, _ = spirl.evaluate(args, deepcopy(online), partial(see, cache))
             evaluations.append((step + 1, raw_scores, deepcopy(online.state_dict())))
     return {"online": online, "target": target, "replay": replay, "error_map": errors}, scores, evaluations
 
@@ -224,16 +220,6 @@ def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, changes,
     assert agent["step"] == step and all(torch.equal(agent["model"][name], weights[name]) for name in weights)
     assert results["scores"] == scores and results["median"] == max(medians)
     assert results["protocol"].startswith("best median" if args.eval_frequency else "mean score of the final weights")
-
-
-def test_the_agent_sees_the_salient_patches_alone(trained_mae, random_play):
-    frames = torch.from_numpy(random_play["ALE/Frostbite-v5"][:400:80])
-    errors = spirl.ErrorMapCache(trained_mae)
-    for slope in (0.5, None):
-        embeddings, count = spirl.embed_salient_patches(trained_mae, errors, 50, slope, frames.numpy())
-        patch_ids, expected = spirl.select_salient_patches(errors(frames), 50, slope)
-        assert embeddings.dtype == torch.float16 and torch.equal(count, expected)
-        assert torch.equal(embeddings, spirl.encode_patches(trained_mae, frames, patch_ids, count).half())
 
 
 def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatch):

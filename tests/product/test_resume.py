@@ -54,7 +54,6 @@ where, left, *sys.argv = sys.argv[1:]
 left = int(left)
 module, name, file = {
     "an update": (torch.nn.utils, "clip_grad_norm_", ""),  # of the MAE or of the agent
-    "a checkpoint half written": (torch, "save", "checkpoint.pt"),
     "a checkpoint not yet renamed": (os, "replace", "checkpoint.pt"),
     "the agent not yet renamed": (os, "replace", "agent.pt"),
 }[where]
@@ -63,11 +62,8 @@ function = getattr(module, name)
 
 def deadly(*args, **more):
     global left
-    left -= file in str(args[1]) and "/mae/" not in str(args[1])
+    left -= file in str(args[1])
     if left == 0:
-        if name == "save":
-            function(*args, **more)
-            os.truncate(args[1], os.path.getsize(args[1]) // 2)
         os.kill(os.getpid(), signal.SIGKILL)
     return function(*args, **more)
 
@@ -90,12 +86,10 @@ def killed(folder, script_and_flags, *instants):
 
 @in_background
 def killed_runs(folder):
-    """SPIRL, killed in the second epoch of pre-training, at the end of an evaluation, in a game, and twice in a
-    checkpoint; spirl_mae.py, killed in its second epoch; DE-Rainbow-P, killed in a game: each script's folder, not gone
-    on with."""
-    in_a_checkpoint = ("a checkpoint half written", 1), ("a checkpoint not yet renamed", 2)
-    evaluated = "the agent not yet renamed", 1
-    spirl = killed(folder, SPIRL, ("an update", 4), evaluated, ("an update", 25), *in_a_checkpoint)
+    """SPIRL, killed in the second epoch of pre-training, at the end of an evaluation, in a game, and in a checkpoint;
+    spirl_mae.py, killed in its second epoch; DE-Rainbow-P, killed in a game: each one's folder, not gone on with."""
+    evaluated, in_a_checkpoint = ("the agent not yet renamed", 1), ("a checkpoint not yet renamed", 2)
+    spirl = killed(folder, SPIRL, ("an update", 4), evaluated, ("an update", 25), in_a_checkpoint)
     mae, baseline = killed(folder, MAE, ("an update", 4)), killed(folder, DE_RAINBOW_P, ("an update", 30))
     return {SPIRL[0]: spirl, MAE[0]: mae, DE_RAINBOW_P[0]: baseline}
 
