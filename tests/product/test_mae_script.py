@@ -1,4 +1,4 @@
-"""spirl_mae.py: what its figures show, that it repeats itself, and that its checkpoints travel between the scripts."""
+"""spirl_mae.py: what it leaves, what its figures show, and that its checkpoints travel between the scripts."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ TRAINING = ["--mae-epochs", "6", "--mae-batch-size", "32", "--mae-learning-rate"
 
 @in_background
 def runs_of_a_mae(folder):
-    """Two runs of one seed; the second's mae.pt in spirl_rainbow.py, and what that leaves in spirl_mae.py: the folder
-    and the results of each."""
+    """One that trains it, spirl_rainbow.py with that mae.pt, and spirl_mae.py with what that leaves: the folder and the
+    results of each."""
     alone = [*SIZES, *FRAMES]
-    first, second = (finished(folder, name, *alone, *TRAINING, script="spirl_mae.py") for name in ("first", "second"))
-    played = finished(folder, "played", *LOADED, "--total-timesteps", "130", "--mae-checkpoint", second[0] / "mae.pt")
+    trained = finished(folder, "trained", *alone, *TRAINING, script="spirl_mae.py")
+    played = finished(folder, "played", *LOADED, "--total-timesteps", "130", "--mae-checkpoint", trained[0] / "mae.pt")
     taken = "--mae-checkpoint", played[0] / "mae.pt"
-    return first, second, played, finished(folder, "looked", *alone, *taken, script="spirl_mae.py")
+    return trained, played, finished(folder, "looked", *alone, *taken, script="spirl_mae.py")
 
 
 def test_a_run_leaves_what_the_readme_says(runs_of_a_mae):
@@ -42,17 +42,17 @@ def test_a_run_leaves_what_the_readme_says(runs_of_a_mae):
     assert f"\n{sum(p.numel() for p in model.parameters()):,} parameters\n" in results["printed"]
 
 
-def test_the_same_seed_gives_the_same_weights_which_travel_between_the_scripts(runs_of_a_mae):
+def test_the_weights_travel_between_the_scripts(runs_of_a_mae):
     folders, results = zip(*runs_of_a_mae)
     begun, *others = [torch.load(path / "mae.pt", weights_only=True) for path in folders]
     for other in others:  # bit for bit
         assert all(torch.equal(begun["model"][name], other["model"][name]) for name in begun["model"])
         assert torch.equal(begun["salient_counts"]["counts"], other["salient_counts"]["counts"])
-    assert results[2]["updates"] == 10
-    assert others[1]["args"] == begun["args"] | {"run_name": "second"}  # a copy: how it was made
-    assert others[2]["args"]["mae_checkpoint"] == str(folders[2] / "mae.pt")
-    assert results[3]["held_out_losses"] == [] and results[3]["pretraining_seconds"] is None
-    assert results[3]["K"] == results[0]["K"]  # the same frames, seen by the same weights
+    assert results[1]["updates"] == 10
+    assert others[0]["args"] == begun["args"]  # a copy: how it was made
+    assert others[1]["args"]["mae_checkpoint"] == str(folders[1] / "mae.pt")
+    assert results[2]["held_out_losses"] == [] and results[2]["pretraining_seconds"] is None
+    assert results[2]["K"] == results[0]["K"]  # the same frames, seen by the same weights
 
 
 def test_decoder_pictures_are_of_patch_tokens_alone(trained_mae):
@@ -66,10 +66,6 @@ def test_decoder_pictures_are_of_patch_tokens_alone(trained_mae):
     torch.testing.assert_close(both, expected, rtol=1e-4, atol=1e-4)
     assert (both - positions).abs().max() > 1e-3 and (both - mask).abs().max() > 1e-3
     assert (mask - mask[0]).abs().max() < 1e-4  # without positions every patch is the same
-
-
-def shown(axis):
-    return np.asarray(axis.get_images()[0].get_array())
 
 
 def test_a_patch_is_painted_at_its_place():
@@ -92,7 +88,7 @@ def test_the_reconstruction_figure(trained_mae, random_play, monkeypatch):
     for row, frame, patches, error in zip(rows, frames, rebuilt, errors, strict=True):
         expected = [frame, patches, error.view(12, 12), *spirl_mae.decoder_pictures(trained_mae)]
         for axis, picture in zip(row, expected, strict=True):
-            assert np.array_equal(shown(axis), picture)
+            assert np.array_equal(axis.get_images()[0].get_array(), picture)
         assert row[2].get_images()[0].get_clim() == (0, pytest.approx(errors.max().item()))  # one scale for all
 
 
@@ -116,7 +112,8 @@ def test_the_selection_figures(trained_mae, random_play, monkeypatch):
         assert [kept.get_x(), kept.get_x() + kept.get_width()] == pytest.approx([1 - k / 144, 1])
         for picture, most in zip(pictures, (k, 28, 14), strict=True):
             assert marked.pop(0) == set(ids[:most])
-            assert np.array_equal(shown(picture), frame) and picture.get_title().endswith(f" {most}")
+            assert np.array_equal(picture.get_images()[0].get_array(), frame)
+            assert picture.get_title().endswith(f" {most}")
     legend = [text.get_text().split()[0] for text in figure.legends[0].get_texts()]
     assert legend == ["Lorenz", "slope", "the", "kept"]  # each once, not in each column
 

@@ -127,7 +127,7 @@ def oracle_run(args, mae, max_patches):
 
     def see(errors, frames):
         frames = torch.from_numpy(frames)
-        patch_ids, count = spirl.select_salient_patches(errors(frames), max_patches, 0.5)
+        patch_ids, count = spirl.select_salient_patches(errors(frames), max_patches, args.lorenz_slope)
         return spirl.encode_patches(mae, frames, patch_ids, count).half(), count
 
     def store(starts):
@@ -170,32 +170,30 @@ def oracle_run(args, mae, max_patches):
     return {"online": online, "target": target, "replay": replay, "error_map": errors}, scores, evaluations
 
 
-LEARNING = {"total_timesteps": 200, "train_frequency": 4, "eval_frequency": 40, "target_update_frequency": 7}
-LEARNING |= {"max_episode_frames": 240, "eval_episodes": 2, "eval_epsilon": 0.5, "learning_rate": 0.01}
+LEARNING = "--total-timesteps 200 --train-frequency 4 --eval-frequency 40 --target-update-frequency 7 "
+LEARNING += "--max-episode-frames 240 --eval-episodes 2 --eval-epsilon 0.5 --learning-rate 0.01"
 
 
 def playing(game, max_episode_frames, steps):
     """Random steps, and one that learns."""
-    changes = {"env_id": f"ALE/{game}-v5", "image_size": 32, "max_episode_frames": max_episode_frames}
-    changes |= {"learning_starts": steps, "total_timesteps": steps + 1, "buffer_size": 800}
-    return changes | {"max_ratio": 0.3, "eval_episodes": 1}
+    flags = f"--env-id ALE/{game}-v5 --max-episode-frames {max_episode_frames} --image-size 32 --max-ratio 0.3 "
+    return flags + f"--learning-starts {steps} --total-timesteps {steps + 1} --buffer-size 800 --eval-episodes 1"
 
 
 @pytest.mark.parametrize(
-    "changes, lives_lost, cut_off",
+    "flags, lives_lost, cut_off",
     [
         (LEARNING, 0, True),
-        (LEARNING | {"padding": "token", "pooling": "mean"}, 0, True),
+        (LEARNING + " --lorenz-slope 1.05 --padding token --pooling mean", 0, True),
         (playing("MsPacman", 3000, 700), 3, False),
         (playing("MsPacman", 900, 680), 3, True),
         (playing("MsPacman", 708, 300), 1, False),  # a life is lost in the very step that is cut off
         (playing("Frogger", 3000, 400), 3, False),  # plays on after its last life
     ],
 )
-def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, changes, lives_lost, cut_off):
-    flags = [part for name, value in changes.items() for part in (f"--{name.replace('_', '-')}", value)]
-    end = run_here(tmp_path, monkeypatch, *SMALL, *flags, "--run-name", "run")
-    args = spirl.Args(**{"image_size": 48, "learning_starts": 120, "buffer_size": 150} | changes)
+def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, flags, lives_lost, cut_off):
+    end = run_here(tmp_path, monkeypatch, *SMALL, *flags.split(), "--run-name", "run")
+    args = end["args"]
     expected, games, evaluations = oracle_run(args, end["mae"], end["max_patches"])
     for name in ("online", "target"):
         weights = end[name].state_dict()
@@ -223,12 +221,13 @@ def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, changes,
 
 
 def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatch):
-    flags = [*SMALL, "--env-id", "ALE/Pong-v5", "--total-timesteps", 130, "--selection", "fixed", "--eval-episodes", 1]
-    end = run_here(tmp_path, monkeypatch, *flags, "--run-name", "pong")
+    flags = "--env-id ALE/Pong-v5 --total-timesteps 130 --selection fixed --lorenz-slope 1 --eval-episodes 1".split()
+    end = run_here(tmp_path, monkeypatch, *SMALL, *flags, "--run-name", "pong")
     counted = torch.load(tmp_path / "runs/pong/mae.pt", weights_only=True)["salient_counts"]
-    assert counted["lorenz_slope"] == 0.5 and len(counted["counts"]) == 64
+    assert counted["lorenz_slope"] == 1 and len(counted["counts"]) == 64
     assert end["max_patches"] == spirl.ratio_to_patches(spirl.ideal_max_ratio(counted["counts"], 36), 36)
     assert set(end["replay"].counts[:130].tolist()) == {end["max_patches"]}
+    assert end["preprocess"](end["observation"][:, 0])[0].dtype == torch.float16
     assert end["run"].updates == 10
 
 

@@ -113,10 +113,12 @@ def test_killed_at_chosen_instants(whole, stopped):
     assert known and list(end["error_map"].errors.items())[: len(known)] == list(known.items())  # none computed again
 
 
-def test_pretraining_alone_goes_on(whole, stopped):
+def test_pretraining_alone_goes_on_to_its_end_and_no_further(whole, stopped, refused):
     path, go_on = stopped(MAE[0])
     go_on()
     same_end(whole[MAE[0]], path)
+    with refused(f"--resume {path}: this run is finished; give an unfinished one"):
+        go_on()
 
 
 def test_a_baseline_goes_on_only_where_its_game_comes_back(whole, stopped, refused):
@@ -192,8 +194,3 @@ def test_ctrl_c_names_the_way_back(whole, interrupted):
     lost = f"stopped; what came after step {saved_step} is lost; "
     assert re.fullmatch(rf"{lost}go on with: python .*spirl_baselines.py --resume runs/stopped", last), last
     same_end(whole[DE_RAINBOW_P[0]], path)
-
-
-def test_a_finished_run_is_not_gone_on_with(tmp_path, whole, monkeypatch, refused):
-    with refused(f"--resume {whole[SPIRL[0]]}: this run is finished; give an unfinished one"):
-        run_here(tmp_path, monkeypatch, "--resume", whole[SPIRL[0]])
