@@ -107,7 +107,9 @@ def stopped(tmp_path, killed_runs, monkeypatch):
 
 def test_killed_at_chosen_instants(whole, stopped):
     path, go_on = stopped(SPIRL[0])
-    known = torch.load(path / "checkpoint.pt", weights_only=True)["errors"]
+    checkpoint = torch.load(path / "checkpoint.pt", weights_only=True)
+    assert checkpoint["run"]["saved_step"] == 160  # not 170, whose checkpoint was not yet renamed
+    known = checkpoint["errors"]
     end = go_on()
     same_end(whole[SPIRL[0]], path)
     assert known and list(end["error_map"].errors.items())[: len(known)] == list(known.items())  # none computed again
