@@ -15,7 +15,7 @@ patches of a frame.
 
 New here, compared with spirl_rainbow.py: `DataEfficientCNN`, `prepare_pixels`, `embed_all_patches`,
 `PatchTransformer`, `attended_patches`, the flag `--method`, and the branches on it in `make_envs`, `check_args` and
-main. Nothing here sets `present` or `wanted`, which serve the error map.
+main. Nothing here sets `present` or `wanted`, which SPIRL's selection needs.
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 replay, 5 agent, 6 evaluation, 7 files and the command
 line, 8 main.
@@ -86,7 +86,7 @@ class RunArgs:
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or facebookresearch/mae's; none is pre-trained
+    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or facebookresearch/mae's
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -616,7 +616,8 @@ class NoisyLinear(nn.Module):
         self.weight_mu = nn.Parameter(torch.empty(out_features, in_features).uniform_(-bound, bound))
         self.weight_sigma = nn.Parameter(torch.full((out_features, in_features), sigma0 * bound))
         self.bias_mu = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
-        self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))  # as the authors' code
+        # The authors' code divides by sqrt(out_features) here, Fortunato et al. by sqrt(in_features).
+        self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))
         self.register_buffer("noise_in", torch.zeros(in_features))
         self.register_buffer("noise_out", torch.zeros(out_features))
 
@@ -791,10 +792,10 @@ def evaluate(args, network, preprocess):
 
         q = network.q_values(stacks[playing], counts[playing])  # (games that are not over, A)
         greedy = q.argmax(1).cpu().numpy()
-        random = rng.integers(envs.single_action_space.n, size=len(playing))
+        random_actions = rng.integers(envs.single_action_space.n, size=len(playing))
         is_random = rng.random(len(playing)) < args.eval_epsilon
-        actions[playing] = np.where(is_random, random, greedy)
-        observation, reward, terminated, truncated, _ = envs.step(actions)  # a game that begins anew is not counted
+        actions[playing] = np.where(is_random, random_actions, greedy)
+        observation, reward, terminated, truncated, _ = envs.step(actions)  # games that are over restart, uncounted
         scores[playing] += reward[playing]
         playing = playing[~(terminated | truncated)[playing]]
         progress.update()
@@ -998,7 +999,7 @@ def stop(*_):
     os._exit(130)
 
 
-# Flags that are shares, from 0 to 1, and flags that may be 0: a list for all three scripts.
+# Flags that are shares, from 0 to 1, and flags that may be 0. One list for all three scripts: each has some of them.
 SHARES = (
     "mae_mask_ratio mae_mask_spread max_ratio coverage gamma eval_epsilon priority_exponent priority_weight".split()
 )
@@ -1053,7 +1054,7 @@ def check_args(args):
     highest = 1 - 1 / num_patches - spread  # so that the encoder sees a patch
     if not spread <= args.mae_mask_ratio < highest:
         fail(f"--mae-mask-ratio {args.mae_mask_ratio} must be from --mae-mask-spread ({spread}) to below {highest:.3f}")
-    # The first update needs an n-step return in the replay, and a step to happen in.
+    # Before the first update the replay needs an n-step return, and at least one update has to follow.
     latest = args.total_timesteps - args.train_frequency
     if not args.n_step < args.learning_starts <= latest:
         fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {latest}")
@@ -1109,15 +1110,9 @@ if __name__ == "__main__":
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
             frames, held_out = frames.tensor_split([num_frames])
             pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
-            saved_mae = {
-                "model": mae.state_dict(),
-                "sizes": mae_sizes(args),
-                "env_id": args.env_id,
-                "args": vars(args),
-                "salient_counts": {},  # MAE-All selects none
-            }
+            saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
             del frames, held_out  # free memory for training
-        save(saved_mae, run_mae_path)  # `args` say how it was made, also where it was loaded
+        save(saved_mae, run_mae_path)  # one that was loaded keeps the `args` it was made with
         mae.eval().requires_grad_(False)
 
     # The agent. Seed again: its weights must not depend on how the MAE was made.
@@ -1143,7 +1138,7 @@ if __name__ == "__main__":
     replay = Replay(
         args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma, args.priority_exponent
     )
-    # The actions before learning, all at once: so there is no state to save for a resume.
+    # The random actions before learning are drawn now, so that a checkpoint needs no random state for them.
     random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
@@ -1170,7 +1165,7 @@ if __name__ == "__main__":
             generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
             print("note: another kind of device than before: from here the digits differ from a run's that never moved")
 
-    # The game so far: its start, and what a resumed run has played of it.
+    # Start the game. A resumed run plays it again up to where it was saved.
     observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))  # (1, 1, H, W, 3)
     for action in run.actions:
         observation, *_, info = envs.step(np.array([action]))
@@ -1215,7 +1210,7 @@ if __name__ == "__main__":
                 progress.set_postfix(score=run.score)
                 run.score = 0.0
                 run.actions = []
-                # Before the autoreset, which would take a step and choose the seed.
+                # With the game's own seed, before the automatic reset, which would choose one and take a step.
                 observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
             replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 

@@ -73,7 +73,7 @@ class RunArgs:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or facebookresearch/mae's; none is pre-trained
+    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or facebookresearch/mae's
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -561,9 +561,9 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """For mr*: {"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum; "lorenz_slope"}. From
-    10,000 frames on only every (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
-    """
+    """What mr* is computed from: {"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum,
+    "lorenz_slope": the slope it was counted at}. From 10,000 frames on only every (num_frames // 5000)th is counted:
+    much faster, but mr* may come out a little different."""
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
     errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])
@@ -589,7 +589,6 @@ def ideal_max_ratio(counts, num_patches, coverage=0.999):
 # ----------------------------------------------------------------------------------------------------------- 5. Figures
 # Each draw_... returns a Figure; MAE, frames and errors are on the CPU.
 BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # safe for colour-blind readers
-matplotlib.rcParams.update({"font.size": 14, "savefig.dpi": 130, "figure.constrained_layout.use": True})
 
 
 @torch.no_grad()
@@ -626,7 +625,7 @@ def draw_reconstruction(mae, frames):
         "seeing nothing but\npositions",
         "seeing nothing but\n[mask]",
     )
-    figure = Figure(figsize=(15, 2.55 * len(frames) + 2))
+    figure = Figure(figsize=(15, 2.55 * len(frames) + 2), layout="constrained")
     figure.suptitle(
         "Painted colours are washed out: the network, a masked auto-encoder, learns each patch minus its mean, over\n"
         "its standard deviation, Eq. (2). How bright it was is lost: a black patch and a white one come out grey.\n"
@@ -672,7 +671,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope):
     dynamic-K's point, its patches, and those of two fixed K."""
     N = mae.num_patches
     patch_ids, count = select_salient_patches(errors, N, lorenz_slope)
-    figure = Figure(figsize=(3.6 * len(frames), 15.4))
+    figure = Figure(figsize=(3.6 * len(frames), 15.4), layout="constrained")
     axes = figure.subplots(4, len(frames), squeeze=False)
     for column, frame, error, ids, k in zip(axes.T, frames, errors, patch_ids, count.tolist()):
         curve = F.pad(error.sort().values.cumsum(0), (1, 0)) / error.sum()  # (N+1,)
@@ -703,7 +702,7 @@ def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope):
 def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope):
     """The patches that the agent would see in twelve frames (12, H, W, 3) with errors (12, N)."""
     patch_ids, count = select_salient_patches(errors, max_patches, lorenz_slope)
-    figure = Figure(figsize=(13, 11.6))
+    figure = Figure(figsize=(13, 11.6), layout="constrained")
     axes = figure.subplots(3, 4).flat
     for axis, frame, ids, k in zip(axes, frames, patch_ids, count.tolist()):
         axis.imshow(mark_patches(frame.numpy(), ids[:k].tolist(), [], mae.side))
@@ -720,7 +719,7 @@ def draw_salient_patches(mae, frames, errors, max_patches, lorenz_slope):
 def draw_max_ratio(counts, num_patches, ideal, adopted, title):
     """Fig. 8: the histogram of `counts` (num_frames,), the K of frames, in steps of 5 % of the patches, with mr* and
     the ratio in use."""
-    figure = Figure(figsize=(11, 6.8))
+    figure = Figure(figsize=(11, 6.8), layout="constrained")
     axis = figure.subplots()
     # The bin that ends at 35 % holds the frames that a maximal ratio of 35 % keeps whole and 30 % does not.
     limits = [ratio_to_patches(percent / 100, num_patches) for percent in range(0, 101, 5)]
@@ -866,7 +865,7 @@ def stop(*_):
     os._exit(130)
 
 
-# Flags that are shares, from 0 to 1, and flags that may be 0: a list for all three scripts.
+# Flags that are shares, from 0 to 1, and flags that may be 0. One list for all three scripts: each has some of them.
 SHARES = (
     "mae_mask_ratio mae_mask_spread max_ratio coverage gamma eval_epsilon priority_exponent priority_weight".split()
 )
@@ -962,24 +961,16 @@ if __name__ == "__main__":
     mae.eval().requires_grad_(False)
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
-    salient_counts = count_salient_patches(mae, frames, args.lorenz_slope)
-    saved_mae = {
-        "model": mae.state_dict(),
-        "sizes": mae_sizes(args),
-        "env_id": args.env_id,
-        "args": vars(args),
-        "salient_counts": salient_counts,
-    }
+    saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
+    saved_mae["salient_counts"] = count_salient_patches(mae, frames, args.lorenz_slope)
     save(saved_mae, run_dir / "mae.pt")
-    counts = salient_counts["counts"]
+    counts = saved_mae["salient_counts"]["counts"]
     ideal = ideal_max_ratio(counts, mae.num_patches, args.coverage)
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id, ideal)
-    kept_whole = {  # percent: share of the frames that lose no salient patch at this maximal ratio
-        percent: (counts <= ratio_to_patches(percent / 100, mae.num_patches)).double().mean().item()
-        for percent in range(5, 100, 5)
-    }
+    kept_whole = (counts <= ratio_to_patches(ideal, mae.num_patches)).double().mean().item()  # at mr*
 
     # The figures, on the CPU: twelve frames spread over the random play.
+    matplotlib.rcParams.update({"font.size": 14, "savefig.dpi": 130})
     mae.cpu()
     examples = frames[np.linspace(0, num_frames - 1, 12, dtype=int)]  # (12, H, W, 3)
     errors = ErrorMapCache(mae)(examples)
@@ -1023,7 +1014,7 @@ if __name__ == "__main__":
     if held_out_losses:
         print(f"the MAE's loss on {HELD_OUT_FRAMES} frames that it was not trained on is {held_out_losses[-1]:.4f}")
     print(f"K of {mae.num_patches} patches, by percentile of the frames: {results['K']}")
-    if kept_whole[95] > args.coverage:
-        print(f"mr* ({ideal:.0%}) keeps {kept_whole[round(100 * ideal)]:.2%} of frames whole; see {run_dir}/figures")
+    if kept_whole > args.coverage:
+        print(f"mr* ({ideal:.0%}) keeps {kept_whole:.2%} of the frames whole; see {run_dir}/figures")
     else:
         print(f"no ratio up to 95 % keeps enough frames whole: pre-train longer (--mae-epochs); see {run_dir}/figures")

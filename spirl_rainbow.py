@@ -86,7 +86,7 @@ class RunArgs:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # a mae.pt of this game and sizes, or facebookresearch/mae's; none is pre-trained
+    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or facebookresearch/mae's
     agent_checkpoint: str | None = None  # an agent.pt to watch, without training, with its MAE as --mae-checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
@@ -620,9 +620,9 @@ def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
-    """For mr*: {"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum; "lorenz_slope"}. From
-    10,000 frames on only every (num_frames // 5000)th is counted: much faster, but mr* may come out a little different.
-    """
+    """What mr* is computed from: {"counts": K of each of the uint8 frames (num_frames, H, W, 3), without a maximum,
+    "lorenz_slope": the slope it was counted at}. From 10,000 frames on only every (num_frames // 5000)th is counted:
+    much faster, but mr* may come out a little different."""
     frames = frames[:: max(1, len(frames) // 5000)]
     error_map = ErrorMapCache(mae)
     errors = torch.cat([error_map(batch) for batch in tqdm(frames.split(64), "counting salient patches")])
@@ -771,7 +771,8 @@ class NoisyLinear(nn.Module):
         self.weight_mu = nn.Parameter(torch.empty(out_features, in_features).uniform_(-bound, bound))
         self.weight_sigma = nn.Parameter(torch.full((out_features, in_features), sigma0 * bound))
         self.bias_mu = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
-        self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))  # as the authors' code
+        # The authors' code divides by sqrt(out_features) here, Fortunato et al. by sqrt(in_features).
+        self.bias_sigma = nn.Parameter(torch.full((out_features,), sigma0 * out_features**-0.5))
         self.register_buffer("noise_in", torch.zeros(in_features))
         self.register_buffer("noise_out", torch.zeros(out_features))
 
@@ -948,10 +949,10 @@ def evaluate(args, network, preprocess):
 
         q = network.q_values(stacks[playing], counts[playing])  # (games that are not over, A)
         greedy = q.argmax(1).cpu().numpy()
-        random = rng.integers(envs.single_action_space.n, size=len(playing))
+        random_actions = rng.integers(envs.single_action_space.n, size=len(playing))
         is_random = rng.random(len(playing)) < args.eval_epsilon
-        actions[playing] = np.where(is_random, random, greedy)
-        observation, reward, terminated, truncated, _ = envs.step(actions)  # a game that begins anew is not counted
+        actions[playing] = np.where(is_random, random_actions, greedy)
+        observation, reward, terminated, truncated, _ = envs.step(actions)  # games that are over restart, uncounted
         scores[playing] += reward[playing]
         playing = playing[~(terminated | truncated)[playing]]
         progress.update()
@@ -972,13 +973,13 @@ def attended_patches(trunk, state, patch_ids):
     q, k, _ = trunk.block.queries_keys_values(x)
     q, k = q[-1], k[-1]  # of the newest frame, (1+L, h, d)
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5  # (h, 1+L, 1+L)
-    K = counts[0, -1]
-    selected = patch_ids[0, :K]
+    num_selected = counts[0, -1]  # K
+    selected = patch_ids[0, :num_selected]
     if trunk.padding == "mask":  # padding neither attends nor is attended to
-        scores = scores[:, : 1 + K, : 1 + K]
+        scores = scores[:, : 1 + num_selected, : 1 + num_selected]
     weights = scores.softmax(2).mean(0)  # (1+L, 1+L), or (1+K, 1+K)
     weights = weights[:1] if trunk.pooling == "cls" else weights[1:]  # of the rows that o_t is made of
-    attention = weights.mean(0)[1 : 1 + K].cpu()  # (K,)
+    attention = weights.mean(0)[1 : 1 + num_selected].cpu()  # (K,)
     attention, order = attention.sort(descending=True)
     num_attended = (attention.cumsum(0) < 0.6 * attention.sum()).sum() + 1
     return selected.tolist(), selected[order[:num_attended]].tolist()
@@ -1085,7 +1086,7 @@ def load_agent(path, args):
     content = read_checkpoint(path)
     if "max_patches" not in content:
         fail(f"{path} is not an agent.pt of this script; give another file")
-    flags = vars(Args()) | content["args"]  # a flag that is newer than the agent had its default
+    flags = vars(Args()) | content["args"]  # an agent from before there was a flag was trained with its default
     for name in ("env_id", *mae_sizes(args), *vars(SelectionArgs()), *vars(AgentArgs())):
         if flags[name] != getattr(args, name):
             fail(f"{path} was trained with --{name.replace('_', '-')} {flags[name]}; give it too (None: leave it out)")
@@ -1177,7 +1178,7 @@ def stop(*_):
     os._exit(130)
 
 
-# Flags that are shares, from 0 to 1, and flags that may be 0: a list for all three scripts.
+# Flags that are shares, from 0 to 1, and flags that may be 0. One list for all three scripts: each has some of them.
 SHARES = (
     "mae_mask_ratio mae_mask_spread max_ratio coverage gamma eval_epsilon priority_exponent priority_weight".split()
 )
@@ -1228,7 +1229,7 @@ def check_args(args):
         fail("--agent-checkpoint needs --mae-checkpoint: the mae.pt that the agent was trained with")
     if args.max_ratio is not None and ratio_to_patches(args.max_ratio, num_patches) == 0:
         fail(f"--max-ratio {args.max_ratio} must keep at least one of {num_patches} patches")
-    # The first update needs an n-step return in the replay, and a step to happen in.
+    # Before the first update the replay needs an n-step return, and at least one update has to follow.
     latest = args.total_timesteps - args.train_frequency
     if not args.n_step < args.learning_starts <= latest:
         fail(f"--learning-starts {args.learning_starts} must be above --n-step ({args.n_step}) and at most {latest}")
@@ -1282,15 +1283,10 @@ if __name__ == "__main__":
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
         frames, held_out = frames.tensor_split([num_frames])
         pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
-        saved_mae = {
-            "model": mae.state_dict(),
-            "sizes": mae_sizes(args),
-            "env_id": args.env_id,
-            "args": vars(args),
-            "salient_counts": count_salient_patches(mae, frames, args.lorenz_slope),
-        }
+        saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
+        saved_mae["salient_counts"] = count_salient_patches(mae, frames, args.lorenz_slope)
         del frames, held_out  # free memory for training
-    save(saved_mae, run_mae_path)  # `args` say how it was made, also where it was loaded
+    save(saved_mae, run_mae_path)  # one that was loaded keeps the `args` it was made with
     mae.eval().requires_grad_(False)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(saved_mae["salient_counts"]["counts"], mae.num_patches)
@@ -1315,7 +1311,7 @@ if __name__ == "__main__":
     replay = Replay(
         args.buffer_size, frame_shape, dtype, device, args.frame_stack, args.n_step, args.gamma, args.priority_exponent
     )
-    # The actions before learning, all at once: so there is no state to save for a resume.
+    # The random actions before learning are drawn now, so that a checkpoint needs no random state for them.
     random_actions = np.random.default_rng([args.seed, ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
@@ -1343,7 +1339,7 @@ if __name__ == "__main__":
             generator.manual_seed(game_seeds(args.seed, LEARN, run.saved_step).item())
             print("note: another kind of device than before: from here the digits differ from a run's that never moved")
 
-    # The game so far: its start, and what a resumed run has played of it.
+    # Start the game. A resumed run plays it again up to where it was saved.
     observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))  # (1, 1, H, W, 3)
     for action in run.actions:
         observation, *_, info = envs.step(np.array([action]))
@@ -1392,7 +1388,7 @@ if __name__ == "__main__":
                 progress.set_postfix(score=run.score)
                 run.score = 0.0
                 run.actions = []
-                # Before the autoreset, which would take a step and choose the seed.
+                # With the game's own seed, before the automatic reset, which would choose one and take a step.
                 observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
             replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 
@@ -1435,8 +1431,8 @@ if __name__ == "__main__":
                 save(checkpoint, checkpoint_path)
                 last_saved = f"step {done}"  # only now is it on disk
 
-        # Evaluate. Training gets its cache of errors back afterwards: an error's last digits depend on what it is
-        # computed with, so if evaluation filled that cache, evaluating more often would change training.
+        # Evaluate. Training gets its cache of errors back afterwards: an error's last digits depend on which others are
+        # computed with it, so if evaluation filled that cache, evaluating more often would change training.
         training_errors = error_map.errors.copy()
         scores, recording = evaluate(args, online, preprocess)
         median = float(np.median(scores))
@@ -1446,7 +1442,7 @@ if __name__ == "__main__":
         best = max(run.evaluations, key=lambda evaluation: evaluation["median"])  # the first of equals
         if best["step"] == eval_step:  # the best so far
             agent = {"model": online.state_dict(), "args": vars(args), "step": eval_step, "max_patches": max_patches}
-            save(trained or agent, run_dir / "agent.pt")  # a watched agent as it was
+            save(trained or agent, run_dir / "agent.pt")  # a watched agent is copied as it is
             marked = []
             for frame, state in recording:
                 errors = error_map(torch.from_numpy(frame[None]))
@@ -1462,6 +1458,8 @@ if __name__ == "__main__":
     writer.close()
     scores = best["scores"]
     measure = "best median of the evaluations" if args.eval_frequency else "mean score of the final weights"
+    if trained:
+        measure = f"mean score of a trained agent, after step {run.saved_step}"
     results = {
         "env_id": args.env_id,
         "method": "spirl",
