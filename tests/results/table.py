@@ -27,6 +27,11 @@ EARLIER = ROOT / "tests/results/xavier_start"  # SPIRL's runs whose agent began 
 ABLATIONS = {  # SPIRL's runs on Seaquest with one flag: the folder, the flag, the paper's score (Tables 3 and 14)
     ROOT / "tests/results/fixed": ("--selection fixed", "496.3 (90.1)"),
 }
+MAES = {  # what Ms. Pac-Man's MAE has seen: the folder of SPIRL's runs with it
+    "first lives, 50,000 frames, 8 epochs: `tests/weights/`": FOLDER,
+    "whole games, else the same: that of commit 2bb6831": ROOT / "tests/results/whole_games",
+    "whole games, 100,000 frames, 16 epochs": ROOT / "tests/results/wide_mae",
+}
 SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "de-rainbow-p": spirl_baselines,
            "mae-all": spirl_baselines}
 METHODS = {"spirl": "SPIRL", "de-rainbow": "DE-Rainbow", "de-rainbow-p": "DE-Rainbow-P", "mae-all": "MAE-All"}
@@ -177,9 +182,18 @@ def ablations(runs):
     return "\n".join(rows)
 
 
+def maes(runs):
+    """SPIRL on Ms. Pac-Man with the MAE of tests/weights/ and with others: each seed's score."""
+    rows = ["| what the MAE has seen | SPIRL on Ms. Pac-Man, seed by seed |", "|---|---|"]
+    for mae, folder in MAES.items():
+        rows.append(f"| {mae} | {', '.join(str(results['mean']) for results in read(folder)['MsPacman', 'spirl'])} |")
+    return "\n".join(rows)
+
+
 # What is printed, and which file has it (tests/product/test_results.py).
 TABLES = {headline: "README.md", efficiency: "tests/results/README.md", markdown: "tests/results/README.md",
-          starts: "tests/results/README.md", ablations: "tests/results/README.md"}
+          starts: "tests/results/README.md", ablations: "tests/results/README.md",
+          maes: "tests/results/README.md"}
 
 
 def draw(runs, path):
