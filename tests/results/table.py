@@ -26,6 +26,7 @@ FOLDER = ROOT / "tests/results/100k"
 EARLIER = ROOT / "tests/results/xavier_start"  # SPIRL's runs whose agent began with Xavier weights and zero biases
 ABLATIONS = {  # SPIRL's runs on Seaquest with one flag: the folder, the flag, the paper's score (Tables 3 and 14)
     ROOT / "tests/results/fixed": ("--selection fixed", "496.3 (90.1)"),
+    ROOT / "tests/results/mask": ("--padding mask", "494.4 (154.8)"),
 }
 MAES = {  # what Ms. Pac-Man's MAE has seen: the folder of SPIRL's runs with it
     "first lives, 50,000 frames, 8 epochs: `tests/weights/`": FOLDER,
