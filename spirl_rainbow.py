@@ -205,7 +205,7 @@ def make_envs(args, num_envs):
         stack_num=1,  # the replay stacks: each frame is then embedded and stored once
         frameskip=4,
         maxpool=True,
-        noop_max=30,  # ale-py draws 0 to 29
+        noop_max=30,  # ale-py draws 0 to 29 (before a FIRE 0 to 28)
         use_fire_reset=True,
         full_action_space=False,
         repeat_action_probability=0.0,  # the registered v5 default is 0.25, "sticky actions"
