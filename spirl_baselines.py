@@ -150,7 +150,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations; the best median is reported (400K: 50,000); 0: one, at the end
+    eval_frequency: int = 0  # steps between evaluations; the best median counts (400K: 50,000, ours); 0: one at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -474,8 +474,8 @@ def pretrain_mae(args, mae, frames, held_out, folder):
 @torch.no_grad()
 def embed_all_patches(mae, frames):
     """What MAE-All sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16 on the MAE's
-    device, and counts (B,), all 1: there is a frame. The encoder's [cls] is dropped, and the positions are added again:
-    they are the agent's positional embedding (Table 13)."""
+    device, and counts (B,), all 1: not blank. The encoder's [cls] is dropped, and the positions are added again: they are
+    the agent's positional embedding (Table 13)."""
     frames = torch.from_numpy(frames).to(mae.pos_embed.device)
     ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)  # (B, N)
     latent = mae.encode(mae.patchify(frames), ids)[:, 1:]
@@ -485,7 +485,7 @@ def embed_all_patches(mae, frames):
 
 def prepare_pixels(device, frames):
     """What DE-Rainbow sees of a NumPy array of uint8 frames (B, 84, 84): the same pixels on `device`, and counts (B,),
-    all 1: there is a frame. (0 marks a blank one of a stack, before the first of a life.)"""
+    all 1: not blank. (0 marks a blank frame of a stack, before the first of a life.)"""
     count = torch.ones(len(frames), dtype=torch.int64, device=device)
     return torch.from_numpy(frames).to(device), count
 
@@ -694,7 +694,7 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        # The same values, but the gradient divided by sqrt(2): the trunk gets that of both streams (Wang et al. 2016).
+        # The same values; but the trunk's gradient, a sum of both streams', is divided by sqrt(2) (Wang et al. 2016).
         o = o.detach() + (o - o.detach()) / 2**0.5
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
@@ -847,7 +847,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Outlined: what the agent sees. Yellow: the fewest that get 60 % of its attention to the outlined")
+    figure.suptitle("Outlined: what the agent sees. Yellow: the fewest patches with 60 % of its attention to these")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -904,7 +904,8 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
+    made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
+    for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
@@ -1032,8 +1033,8 @@ def check_args(args):
     for name, value in vars(args).items():
         if value == getattr(Args, name) or (name == "mae_frames" and args.method == "de-rainbow-p"):
             continue
-        of_mae = name.startswith(("mae_", "image_", "patch_", "encoder_", "decoder_", "agent_"))
-        if of_mae and args.method != "mae-all":
+        of_patches = name.startswith(("mae_", "image_", "patch_", "encoder_", "decoder_", "agent_"))
+        if of_patches and args.method != "mae-all":
             fail(f"--{name.replace('_', '-')} is not for --method {args.method}; leave it out")
         if args.mae_checkpoint is not None and name.startswith("mae_") and name != "mae_checkpoint":
             fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
@@ -1210,7 +1211,7 @@ if __name__ == "__main__":
                 progress.set_postfix(score=run.score)
                 run.score = 0.0
                 run.actions = []
-                # With the game's own seed, before the automatic reset, which would choose one and take a step.
+                # Reset with the game's own seed: the automatic reset would choose one, and take a step.
                 observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
             replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 

@@ -778,7 +778,8 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
+    made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
+    for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
@@ -894,10 +895,10 @@ def check_each(args):
 def check_args(args):
     """Exit with one line if the arguments are invalid. Runs before anything is created."""
     check_each(args)
-    for name, default in vars(PretrainingArgs()).items():
-        unread = name.startswith("mae_") and name != "mae_frames"  # on those frames K is counted all the same
-        if args.mae_checkpoint is not None and unread and getattr(args, name) != default:
-            fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
+    if args.mae_checkpoint is not None:
+        for name, default in vars(PretrainingArgs()).items():  # K is counted on --mae-frames all the same
+            if name.startswith("mae_") and name != "mae_frames" and getattr(args, name) != default:
+                fail(f"--{name.replace('_', '-')} is for pre-training: --mae-checkpoint replaces that; give only one")
     num_patches = (args.image_size // args.patch_size) ** 2
     if args.image_size % args.patch_size or num_patches < 9:
         fail(f"--image-size {args.image_size} must be --patch-size {args.patch_size} times a whole number, at least 3")
@@ -942,8 +943,7 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or f"runs/{run_name}")
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
-    if args.mae_checkpoint is not None:
-        load_mae(args.mae_checkpoint, mae, args)
+    loaded = load_mae(args.mae_checkpoint, mae, args) if args.mae_checkpoint is not None else None
     last_saved = "the last checkpoint"  # `stop` reads it
     lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
@@ -961,7 +961,8 @@ if __name__ == "__main__":
     mae.eval().requires_grad_(False)
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
-    saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
+    trained = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
+    saved_mae = loaded or trained  # one that was loaded keeps the `args` it was made with
     saved_mae["salient_counts"] = count_salient_patches(mae, frames, args.lorenz_slope)
     save(saved_mae, run_dir / "mae.pt")
     counts = saved_mae["salient_counts"]["counts"]

@@ -166,7 +166,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations; the best median is reported (400K: 50,000); 0: one, at the end
+    eval_frequency: int = 0  # steps between evaluations; the best median counts (400K: 50,000, ours); 0: one at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -851,7 +851,7 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        # The same values, but the gradient divided by sqrt(2): the trunk gets that of both streams (Wang et al. 2016).
+        # The same values; but the trunk's gradient, a sum of both streams', is divided by sqrt(2) (Wang et al. 2016).
         o = o.detach() + (o - o.detach()) / 2**0.5
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
@@ -1013,7 +1013,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Outlined: what the agent sees. Yellow: the fewest that get 60 % of its attention to the outlined")
+    figure.suptitle("Outlined: what the agent sees. Yellow: the fewest patches with 60 % of its attention to these")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
@@ -1070,7 +1070,8 @@ def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
     file. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
-    for name, value in {"env_id": content.get("env_id", args.env_id), **content.get("sizes", {})}.items():
+    made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
+    for name, value in made_for.items():
         if value != getattr(args, name, None):
             fail(f"{path} has {name} {value}; give --{name.replace('_', '-')} {value}, or another checkpoint")
     try:
@@ -1388,7 +1389,7 @@ if __name__ == "__main__":
                 progress.set_postfix(score=run.score)
                 run.score = 0.0
                 run.actions = []
-                # With the game's own seed, before the automatic reset, which would choose one and take a step.
+                # Reset with the game's own seed: the automatic reset would choose one, and take a step.
                 observation, info = envs.reset(seed=game_seeds(args.seed, PLAY, len(run.training_scores)))
             replay.append(*preprocess(observation[:, 0]), starts=life_ended or game_ended)
 

@@ -24,18 +24,18 @@ def a_learner(patches=3, steps=40):
 
 def oracle_trunk(trunk, patches, count, padding, pooling):
     """o_t of one frame (L, D): projection, then a layer without residuals; and the attention behind it, a row for each
-    token that o_t is made of, [cls] first in it."""
+    token that o_t is made of, with [cls] first."""
     tokens = [trunk.cls_token.flatten().tolist()]
     for n, patch in enumerate(patches):
         if n >= count:
-            patch = trunk.pad if padding == "token" else torch.zeros(24)
+            patch = trunk.pad if padding == "token" else torch.zeros(trunk.project.in_features)
         if n < count or padding != "mask":
             tokens.append(linear(patch.tolist(), trunk.project))
-    outputs, attention = oracle_block(tokens, trunk.block, 4, residual=False)
+    outputs, attention = oracle_block(tokens, trunk.block, trunk.block.heads, residual=False)
     if pooling == "cls":
         return outputs[0], attention[:1]
-    if len(outputs) == 1:
-        return [0.0] * 16, []
+    if len(outputs) == 1:  # no patch to average: a blank frame, masked
+        return [0.0] * trunk.project.out_features, []
     return [sum(values) / len(values) for values in zip(*outputs[1:])], attention[1:]
 
 
@@ -98,9 +98,10 @@ def test_the_network_is_dueling_and_its_trunk_gets_a_scaled_gradient():
     o = network.trunk(*state).detach()
     network.trunk = torch.nn.Identity()
     given = [o.clone().requires_grad_(True) for _ in range(2)]
-    value = network.value_out(torch.relu(network.value_hidden(given[1])))[:, None]
-    advantage = network.advantage_out(torch.relu(network.advantage_hidden(given[1]))).unflatten(1, (4, 51))
-    outputs = network(given[0]), (value + advantage - advantage.mean(1, keepdim=True)).log_softmax(2)
+    value = network.value_out(torch.relu(network.value_hidden(given[1])))
+    advantages = network.advantage_out(torch.relu(network.advantage_hidden(given[1]))).split(51, 1)  # one an action
+    logits = [value + advantage - sum(advantages) / 4 for advantage in advantages]
+    outputs = network(given[0]), torch.stack([row.log_softmax(1) for row in logits], 1)
     for out in outputs:
         (out * torch.arange(51)).sum().backward()
     torch.testing.assert_close(outputs[0], outputs[1])  # the values are untouched
@@ -143,16 +144,16 @@ def test_an_update_is_weighted_by_importance_and_clipped_as_the_equations_say(li
     slots, weights = replay.sample(8, 0.7, generator)  # what the update will draw
     online.resample_noise(generator)
     target.resample_noise(generator)
-    actions, returns, discounts, after = replay.returns(slots)
+    actions, returns, discounts, next_slots = replay.returns(slots)
     support, kls = online.support.tolist(), []
     for b in range(8):
-        now, then = replay.stacks(slots[b : b + 1]), replay.stacks(after[b : b + 1])
+        state, next_state = replay.stacks(slots[b : b + 1]), replay.stacks(next_slots[b : b + 1])
         with torch.no_grad():
-            best = int(online.q_values(*then)[0].argmax())
-            judged = target(*then)[0, best].exp().tolist()
-        goal = oracle_projection(judged, returns[b].item(), discounts[b].item(), support)
-        prediction = online(*now)[0, actions[b]]
-        kls.append(sum(m * (math.log(m) - log_p) for m, log_p in zip(goal, prediction) if m > 0))
+            best = int(online.q_values(*next_state)[0].argmax())
+            probabilities = target(*next_state)[0, best].exp().tolist()
+        target_probs = oracle_projection(probabilities, returns[b].item(), discounts[b].item(), support)
+        log_probs = online(*state)[0, actions[b]]
+        kls.append(sum(m * (math.log(m) - log_p) for m, log_p in zip(target_probs, log_probs) if m > 0))
     loss = sum(weight * kl for weight, kl in zip(weights, kls)) / 8
     gradients = torch.autograd.grad(loss, list(online.parameters()))
     before = [p.detach().clone() for p in online.parameters()]
@@ -167,7 +168,7 @@ def test_an_update_is_weighted_by_importance_and_clipped_as_the_equations_say(li
     assert (norm > limit) == (limit == 0.01)  # clipped, and not
     assert metrics["loss"].item() == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["grad_norm"].item() == pytest.approx(norm, rel=1e-3)
-    for slot, kl in zip(slots, kls):  # not weighted
+    for slot, kl in zip(slots, kls):  # p is the KL, not weighted
         assert replay.priorities[slot].item() == pytest.approx(max(kl.item(), 1e-6) ** 0.5, rel=1e-3)
     for p, old, g in zip(online.parameters(), before, gradients, strict=True):
         g = g * min(1, limit / norm)
@@ -176,7 +177,7 @@ def test_an_update_is_weighted_by_importance_and_clipped_as_the_equations_say(li
 
 
 def test_a_gradient_that_is_not_finite_stays_to_be_seen():
-    """`learn` does not look, since a look waits for a GPU; what main looks at before it saves does not heal."""
+    """Once a gradient is not finite, all later ones are not: main, which looks before it saves, cannot miss it."""
     online, target, optimizer, replay = a_learner()
     args, generator = spirl.Args(batch_size=40), torch.Generator().manual_seed(5)
     good = replay.frames[30].clone()

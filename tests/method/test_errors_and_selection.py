@@ -60,7 +60,12 @@ def test_the_cache_equals_the_plain_map_and_computes_each_neighbourhood_once(mae
             neighbourhoods.add((row, column, padded[row : row + 24, column : column + 24].tobytes()))
     cache, computed = spirl.ErrorMapCache(maes[game]), []
     compute = cache.compute
-    cache.compute = lambda patches, indices: computed.extend(indices) or compute(patches, indices)
+
+    def counted(patches, indices):
+        computed.extend(indices)
+        return compute(patches, indices)
+
+    cache.compute = counted
     cold = torch.cat([cache(batch) for batch in frames.split(7)])
     assert (cold - plain).abs().max() < 1e-5 and torch.equal(cache(frames), cold)
     assert len(computed) == len(cache.errors) == len(neighbourhoods)
@@ -76,7 +81,7 @@ def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps
 
 
 def oracle_selection(errors, max_patches, lorenz_slope):
-    """Dynamic-K of one frame in loops: among the K of at most max_patches, that of the closest slope."""
+    """Dynamic-K of one frame in loops: the K of the closest slope, at most max_patches."""
     N = len(errors)
     order = sorted(range(N), key=lambda n: (-errors[n], n))
     if lorenz_slope is None:
@@ -84,12 +89,8 @@ def oracle_selection(errors, max_patches, lorenz_slope):
     if max(errors) == min(errors):
         return order[:1]
     v = [error / sum(errors) for error in sorted(errors)]
-    K, closest = 1, float("inf")
-    for i in range(max(1, N - max_patches), N - 1):
-        distance = abs((v[i] + v[i + 1]) * N / 2 - lorenz_slope)
-        if distance < closest:
-            K, closest = N - i, distance
-    return order[:K]
+    i = min(range(1, N - 1), key=lambda i: abs((v[i] + v[i + 1]) * N / 2 - lorenz_slope))  # the first of equals
+    return order[: min(N - i, max_patches)]
 
 
 @pytest.mark.parametrize("slope", [None, 0.5, 1.0])
@@ -106,7 +107,7 @@ def test_selection_against_loops(slope, max_patches):
 
 
 def test_selection_by_hand():
-    # v = 1/16 x4, 2/16, 10/16 (N = 6); slopes over two steps * 3: 6/16, 6/16, 6/16, 9/16, 36/16
+    # v = 1/16 x4, 2/16, 10/16 (N = 6); slopes (v_i + v_{i+1}) * 3: 6/16, 6/16, 6/16, 9/16, 36/16
     errors = torch.tensor([[1.0, 10.0, 1.0, 2.0, 1.0, 1.0]])
     ids, count = spirl.select_salient_patches(errors, 6, 0.5)  # closest to 8/16: 9/16 at i = 3
     assert count.tolist() == [3] and ids[0, :3].tolist() == [1, 3, 0]
@@ -118,7 +119,7 @@ def test_selection_by_hand():
 def test_embeddings_are_the_encoder_on_the_selected_patches_alone(trained_mae, plain_maps):
     frames, errors = (x[:4] for x in plain_maps["ALE/Frostbite-v5"])
     patch_ids, count = spirl.select_salient_patches(errors, 144)
-    count = torch.minimum(count, torch.tensor([144, 20, 1, 0]))  # whole, padded, and an empty frame
+    count = torch.minimum(count, torch.tensor([144, 20, 1, 0]))  # K as it is, cut to 20, to 1, to none
     embeddings = spirl.encode_patches(trained_mae, frames, patch_ids, count)
     assert embeddings.shape == (4, 144, 64)
     for frame, ids, k, got in zip(frames, patch_ids, count.tolist(), embeddings):
@@ -139,7 +140,7 @@ def test_ideal_max_ratio_at_its_boundary():
     assert spirl.ideal_max_ratio(torch.tensor([7, 7, 7, 50]), 144, coverage=0.7) == 0.05
 
 
-def test_k_is_counted_without_a_maximum_of_ten_thousand_frames_of_each_second():
+def test_of_ten_thousand_frames_every_second_is_counted_without_a_maximum():
     mae = spirl.MaskedAutoencoder(24, encoder_depth=1, decoder_dim=32, decoder_depth=1).eval().requires_grad_(False)
     frames, rng = torch.zeros(10_000, 24, 24, 3, dtype=torch.uint8), np.random.default_rng(0)
     for i in rng.integers(10_000, size=300):

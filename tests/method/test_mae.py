@@ -34,8 +34,12 @@ def test_the_auto_encoder_begins_as_the_authors_does():
 
 
 def test_a_facebookresearch_checkpoint_loads(tmp_path):
-    """Its names and shapes are those of the files in tests/weights/; it has arguments beside them, but no sizes."""
+    """Its names are the same; beside the weights it has arguments, as a Namespace, but no sizes."""
     state = spirl.MaskedAutoencoder().state_dict()
+    assert {"cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.2.attn.qkv.bias", "blocks.0.attn.proj.weight",
+            "blocks.0.norm1.weight", "blocks.1.mlp.fc1.weight", "blocks.1.mlp.fc2.bias", "norm.bias", "mask_token",
+            "decoder_embed.weight", "decoder_pos_embed", "decoder_blocks.2.norm2.bias", "decoder_norm.weight",
+            "decoder_pred.bias"} < state.keys()
     torch.save({"model": state, "optimizer": {}, "epoch": 1, "args": argparse.Namespace(lr=1.0)}, tmp_path / "mae.pt")
     mae = spirl.MaskedAutoencoder()
     assert "salient_counts" not in spirl.load_mae(tmp_path / "mae.pt", mae, spirl.Args())
@@ -175,14 +179,19 @@ def frames(random_play):
 
 def test_pretraining_is_that_of_table_5_with_a_mask_ratio_that_varies(frames, monkeypatch, tmp_path):
     made, ratios, adamw = [], [], torch.optim.AdamW
-    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **more: made.append(adamw(*args, **more)) or made[0])
+
+    def kept(*args, **more):
+        made.append(adamw(*args, **more))
+        return made[0]
+
+    monkeypatch.setattr(torch.optim, "AdamW", kept)
     mae, args = small_mae(), spirl.Args(mae_epochs=16, mae_batch_size=8, mae_mask_ratio=0.7, mae_mask_spread=0.25)
     args.mae_learning_rate, args.mae_weight_decay = 0.03, 0.07
     mae.register_forward_pre_hook(lambda module, inputs: ratios.append(inputs[1]))
     held_out = frames[1::2]
     held_out_losses = spirl.pretrain_mae(args, mae, frames[::2], held_out, tmp_path)
     names = {id(p): name for name, p in mae.named_parameters()}
-    # 6 batches an epoch; the last of 96 steps, after 9.6 of warm-up, of lr = base lr * batch / 256
+    # 6 batches an epoch, so 96 steps, the first 9.6 of them warm-up; peak = base lr * batch / 256
     last = 0.03 * 8 / 256 * 0.5 * (1 + math.cos(math.pi * (95 - 9.6) / (96 - 9.6)))
     for group in made[0].param_groups:
         assert group["betas"] == (0.9, 0.95) and group["lr"] == pytest.approx(last)
@@ -208,7 +217,7 @@ def test_pretraining_stops_at_what_is_not_finite(frames, tmp_path):
 
 
 def test_pretraining_goes_on_from_its_checkpoint_where_it_is_asked_to(frames, tmp_path):
-    """Here after its last epoch, when nothing is left to do; else it begins anew, whatever the folder holds."""
+    """With `resume`, here after the last epoch: nothing is left to do. Without it training begins anew."""
     args, maes = spirl.Args(mae_epochs=2, mae_batch_size=32), [small_mae(seed) for seed in range(3)]
     losses = [spirl.pretrain_mae(args, mae, frames, frames[:16], tmp_path) for mae in maes[:2]]
     assert losses[1][0] != losses[0][0]

@@ -10,8 +10,8 @@ S, GAMMA = 4, 0.9
 
 
 def play(replay, steps, seed):
-    """Fill the replay with made-up games, some of their lives about as long as the ring. A plain list keeps what it was
-    told of every frame, which is its own number; it is yielded after each new one."""
+    """Fill the replay with made-up games, some of their lives about as long as the ring. Each frame is filled with its
+    number. Yields after each new one the list of what the replay was told of all."""
     rng, history, life = np.random.default_rng(seed), [], 0
     capacity = replay.capacity
     lengths = [1, 2, 3, 5, 8, capacity - 3, capacity - 2, capacity - 1, capacity, capacity + 1, 2 * capacity]
@@ -49,16 +49,14 @@ def oracle_stack(history, t, capacity=10**9):
 def oracle_return(history, t, n):
     """(return, discount, m) of the transition at t, or None while its m is not known or where there is none."""
     total = 0.0
-    for m in range(n + 1):
-        newest = t + m + 1 == len(history)
+    for m in range(n):
         at = history[t + m]
-        if m == n:
-            return total, GAMMA**n, n
         if at["action"] is None:  # the newest, or the last frame of a truncated game
-            return None if newest or m == 0 else (total, GAMMA**m, m)
+            return (total, GAMMA**m, m) if m > 0 and at is not history[-1] else None
         total += GAMMA**m * at["reward"]
         if at["ended"]:
             return total, 0.0, m + 1
+    return total, GAMMA**n, n
 
 
 @pytest.mark.parametrize("capacity, n", [(40, 5), (56, 20), (77, 3), (100, 20)])
@@ -74,7 +72,8 @@ def test_stacks_and_returns_against_the_whole_history(capacity, n):
             known = oracle_return(history, t, n) if t >= 0 else None
             whole = t >= 0 and oracle_stack(history, t, capacity) == oracle_stack(history, t)
             assert (priority > 0) == (known is not None and whole), (newest, t)
-            if not whole or newest % 7 and t > newest - capacity + S:  # all now and then, the oldest each time
+            oldest = t <= newest - capacity + S
+            if not whole or not (oldest or newest % 7 == 0):  # the oldest each time, all of them each seventh
                 continue
             frames, counts = replay.stacks(torch.tensor([slot]))
             for frame, count, (number, expected) in zip(frames[0], counts[0].tolist(), oracle_stack(history, t)):
@@ -116,7 +115,7 @@ def test_sampling_frequencies_against_the_definition():
     assert counts / (batches * B) == pytest.approx(P, abs=0.001)
 
 
-def test_sampling_before_anything_can_be_drawn_gives_nan_and_not_a_number_to_learn_from():
+def test_sampling_before_anything_can_be_drawn_gives_nan_weights():
     replay = spirl.Replay(64, (1,), torch.float32, "cpu", S, 1, GAMMA)
     replay.append(torch.zeros(1), 1, True)
     replay.complete(0, 0.0, False)
@@ -126,8 +125,8 @@ def test_sampling_before_anything_can_be_drawn_gives_nan_and_not_a_number_to_lea
 def test_an_empty_slot_that_is_drawn_counts_for_nothing_and_stays_empty(monkeypatch):
     """Sums round otherwise on a GPU and may draw one: here the search is made to."""
     replay, empty, search = filled([0.5, 0.5, 1.0]), 7, torch.searchsorted
-    err = lambda *args, **more: search(*args, **more).index_fill(0, torch.tensor([2]), empty)
-    monkeypatch.setattr(torch, "searchsorted", err)
+    wrong_search = lambda *args, **more: search(*args, **more).index_fill(0, torch.tensor([2]), empty)
+    monkeypatch.setattr(torch, "searchsorted", wrong_search)
     slots, weights = replay.sample(8, 0.5, torch.Generator().manual_seed(0))
     assert slots[2] == empty and weights[2] == 0 and weights.max() == 1
     before = replay.max_priority.clone()

@@ -48,8 +48,7 @@ def test_the_weights_travel_between_the_scripts(runs_of_a_mae):
         assert all(torch.equal(begun["model"][name], other["model"][name]) for name in begun["model"])
         assert torch.equal(begun["salient_counts"]["counts"], other["salient_counts"]["counts"])
     assert results[1]["updates"] == 10
-    assert others[0]["args"] == begun["args"]  # a copy: how it was made
-    assert others[1]["args"]["mae_checkpoint"] == str(folders[1] / "mae.pt")
+    assert all(other["args"] == begun["args"] for other in others)  # how it was made
     assert results[2]["held_out_losses"] == [] and results[2]["pretraining_seconds"] is None
     assert results[2]["K"] == results[0]["K"]  # the same frames, seen by the same weights
 
