@@ -57,7 +57,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 if __name__ == "__main__":
-    os.environ.pop("MPLBACKEND", None)  # a notebook names its own here, which matplotlib may not find; none is needed
+    os.environ.pop("MPLBACKEND", None)  # a notebook's plotting backend: matplotlib may not find it, and files need none
 
 import ale_py
 import gymnasium as gym
@@ -527,9 +527,9 @@ class Replay:
             self.life += 1
         slot = self.slot = (self.slot + 1) % self.capacity
 
-        # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot: a stack
-        # of the old frame's life would now miss it, and one of the new frame's life, where a life fills the whole ring,
-        # would take the new frame for an early one. Neither may be drawn any more.
+        # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot: those of
+        # the old frame's life now miss it, and those of the new frame's life (one as long as the ring) would take the
+        # new frame for an early one. Neither may be drawn any more.
         following = (slot - self.stack_offsets[:-1]) % self.capacity  # slot + 3, + 2, + 1 at S = 4
         misses_old = self.life_ids[following] == self.life_ids[slot]
         takes_new = self.life_ids[following] == self.life
@@ -869,8 +869,7 @@ def save_video(marked, side, path):
 
 @contextmanager
 def atomic(path):
-    """A temporary path to write a file to, which becomes `path` after the block: a kill leaves the old file or the new
-    one, never a part."""
+    """A temporary path to write to, which becomes `path` after the block: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # same suffix: savefig takes the format from it
     yield temporary
@@ -901,8 +900,8 @@ def mae_sizes(args):
 
 
 def load_mae(path, mae, args):
-    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in the
-    file. Exits with status 2 if it does not fit."""
+    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns what mae.pt
+    holds, or would hold. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
     for name, value in made_for.items():
@@ -912,7 +911,8 @@ def load_mae(path, mae, args):
         mae.load_state_dict(content.get("model"))
     except (RuntimeError, TypeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give a mae.pt of its sizes")
-    return content
+    own = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
+    return content if "sizes" in content else own
 
 
 def keep_freed_memory():
@@ -930,8 +930,7 @@ def fail(message):
 
 
 def parse_args():
-    """The command line as Args; with --resume, the arguments of the run that it names, and of the command line only
-    --device and --threads."""
+    """The command line as Args; with --resume the arguments of that run, but for --device and --threads given here."""
     # Args' base classes are the groups of --help; OmitArgPrefixes keeps their names out of the flags. DisallowNone:
     # "--resume None" is a folder of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
@@ -943,9 +942,7 @@ def parse_args():
         if not end.code:  # after --help
             print(commands)
         raise
-    args = Args()
-    for part in parts.values():
-        vars(args).update(vars(part))
+    args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
     if args.resume is None:
         return args
     given = {word[2:].partition("=")[0] for word in sys.argv if word.startswith("--")}
@@ -964,9 +961,8 @@ def parse_args():
 
 
 def open_run(args, run_dir):
-    """Create the run's folder, or with --resume take the one that is there, and let Ctrl-C say how to go on. Exits with
-    one line where the run is finished, or another process works on it. Keep the returned file open: it holds the lock,
-    which the system frees when the process ends, even by a kill."""
+    """Create the run's folder, or take --resume's, lock it, and let Ctrl-C say how to go on. Exits with one line where
+    the run is finished, or at work elsewhere. Keep the returned file open: it is the lock, which even a kill frees."""
     if not args.resume:
         try:
             run_dir.mkdir(parents=True)
@@ -992,8 +988,7 @@ def open_run(args, run_dir):
 
 
 def stop(*_):
-    """Ctrl-C: one line says what is lost and how to go on; then the process ends at once, as after a kill. Reads main's
-    variables last_saved and run_dir."""
+    """Ctrl-C: say what is lost and how to go on, then end at once, as by a kill. Reads main's last_saved and run_dir."""
     message = f"\nstopped; what came after {last_saved} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
     sys.stdout.flush()
@@ -1013,8 +1008,9 @@ def check_each(args):
         if type(value) not in (int, float) or name in ("v_min", "v_max"):  # these two may be negative
             continue
         limit = 1 if name in SHARES else 2_147_483_647
-        if not (0 < value <= limit or (value == 0 and name in MAY_BE_0)):  # this form also refuses nan
-            fail(f"--{name.replace('_', '-')} is {value}; give a positive number, at most {limit}")
+        zero = "0 or " if name in MAY_BE_0 else ""
+        if not (0 < value <= limit or (zero and value == 0)):  # this form also refuses nan
+            fail(f"--{name.replace('_', '-')} is {value}; give {zero}a positive number, at most {limit}")
 
     games = [name for name in gym.registry if name.startswith("ALE/")]
     if args.env_id not in games:

@@ -118,7 +118,7 @@ def scalars(path):
 
 
 # Whole runs of the scripts take most of the time. They go one after the other on the machine's second core, from the
-# start of the session, while the tests that do not need them go on on the first.
+# start of the session, while other tests run on the first.
 RUNS = {}  # name of a fixture: function(folder) that makes the runs
 UNDER_WAY = {}  # name of a fixture: the Future of what its function returns
 SECOND_CORE = ThreadPoolExecutor(1)

@@ -103,7 +103,8 @@ def test_selection_against_loops(slope, max_patches):
     errors[102, 20] = errors[103, 35] = 7.0  # outliers
     patch_ids, count = spirl.select_salient_patches(torch.from_numpy(errors), max_patches, slope)
     for row, ids, k in zip(errors.tolist(), patch_ids.tolist(), count.tolist(), strict=True):
-        assert ids[:k] == oracle_selection(row, max_patches, slope) and len(set(ids)) == max_patches
+        selected = oracle_selection(row, max_patches, slope)
+        assert (ids[:k], k) == (selected, len(selected)) and len(set(ids)) == max_patches
 
 
 def test_selection_by_hand():

@@ -15,7 +15,7 @@ DIFFERENT = {"check_args", "attended_patches"}
 # How many lines only spirl_rainbow.py has, and how many only spirl_baselines.py: a changed line is one more in each.
 LINES_APART = {
     "make_envs": (6, 8),  # DE-Rainbow sees grey frames of 84 x 84
-    "main": (24, 12),  # from the networks on: the cache of errors, what is marked, an agent to watch
+    "main": (56, 46),  # what is pre-trained and seen, the cache of errors, what is marked, an agent to watch
 }
 SOURCES = {script: (ROOT / script).read_text() for script in SCRIPTS}
 
@@ -63,7 +63,7 @@ def drift(sources):
 
     two = "spirl_rainbow.py", "spirl_baselines.py"
     environments = [defined[script]["make_envs"] for script in two]
-    loops = [sources[script].partition("    online = RainbowNetwork(")[2] for script in two]
+    loops = [sources[script].partition("    args = parse_args()\n")[2] for script in two]
     for name, pair in (("make_envs", environments), ("main", loops)):
         changes = list(difflib.unified_diff(*map(str.splitlines, pair), n=0, lineterm=""))[2:]  # without two headings
         count = Counter(line[0] for line in changes)

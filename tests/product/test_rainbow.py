@@ -20,8 +20,8 @@ WITH_A_MAE = {"mae.pt", "figures/policy_attention.png"}
 
 @in_background
 def runs(folder):
-    """Frostbite in the 100K setting's regime, with DE-Rainbow-P MsPacman in the 400K setting's, all in small: {method:
-    the run's folder and results}."""
+    """Frostbite as in the 100K setting, and DE-Rainbow-P on MsPacman as in the 400K one, all in small: {method: the
+    run's folder and results}."""
     in_400k = "--env-id ALE/MsPacman-v5 --train-frequency 4 --eval-frequency 135".split()
     flags = {
         "spirl": [*SMALL, "--capture-video"],
@@ -222,13 +222,14 @@ def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, flags, l
 
 
 def test_fixed_selection_on_a_game_without_an_adopted_ratio(tmp_path, monkeypatch):
-    flags = "--env-id ALE/Pong-v5 --total-timesteps 130 --selection fixed --lorenz-slope 1 --eval-episodes 1".split()
-    end = run_here(tmp_path, monkeypatch, *SMALL, *flags, "--run-name", "pong")
-    counted = torch.load(tmp_path / "runs/pong/mae.pt", weights_only=True)["salient_counts"]
+    flags = "--env-id ALE/Skiing-v5 --total-timesteps 130 --selection fixed --lorenz-slope 1 --eval-episodes 1".split()
+    end = run_here(tmp_path, monkeypatch, *SMALL, *flags, "--run-name", "run")
+    counted = torch.load(tmp_path / "runs/run/mae.pt", weights_only=True)["salient_counts"]
     assert counted["lorenz_slope"] == 1 and len(counted["counts"]) == 64
     assert end["max_patches"] == spirl.ratio_to_patches(spirl.ideal_max_ratio(counted["counts"], 36), 36)
     assert set(end["replay"].counts[:130].tolist()) == {end["max_patches"]}
     assert end["preprocess"](end["observation"][:, 0])[0].dtype == torch.float16
+    assert end["replay"].rewards.min() == -1 and end["run"].training_scores[0][1] < -500  # each step costs some 7 points
 
 
 def test_a_run_stops_at_what_is_not_finite_and_keeps_the_checkpoint_before(tmp_path, runs, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
     python tests/results/table.py                     # print the tables, draw .github/learning_curves.png
     python tests/results/table.py --add runs/NAME     # only add a finished run, on the machine that made it
+    python tests/results/table.py --add runs/NAME --into tests/results/fixed     # one with another flag or MAE
 """
 
 import json
@@ -30,7 +31,7 @@ ABLATIONS = {  # SPIRL's runs on Seaquest with one flag: the folder, the flag, t
 }
 MAES = {  # what Ms. Pac-Man's MAE has seen: the folder of SPIRL's runs with it
     "first lives, 50,000 frames, 8 epochs: `tests/weights/`": FOLDER,
-    "whole games, else the same: that of commit 2bb6831": ROOT / "tests/results/whole_games",
+    "whole games, bfloat16, else the same: that of commit 2bb6831": ROOT / "tests/results/whole_games",
     "whole games, 100,000 frames, 16 epochs": ROOT / "tests/results/wide_mae",
 }
 SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "de-rainbow-p": spirl_baselines,
@@ -57,10 +58,11 @@ class Args:
     """The command line: each field is a flag, and the comment beside it the flag's help."""
 
     add: Path | None = None  # the folder of a finished run, in a checkout of the commit that made it
+    into: Path = FOLDER  # where it is stored; a file that is there is not replaced
 
 
-def add(run_dir):
-    """Write the run's results.json to FOLDER, with its commit, its command, its machine and its MAE's arguments."""
+def add(run_dir, folder):
+    """Write the run's results.json to `folder`, with its commit, its command, its machine and its MAE's arguments."""
     results = json.loads((run_dir / "results.json").read_text())
     game, method = results["env_id"][4:].split("-")[0], results["method"]
     defaults = vars(SCRIPTS[method].Args())
@@ -84,7 +86,8 @@ def add(run_dir):
         "machine": machine}
     if method in ("spirl", "mae-all"):
         results["mae_args"] = torch.load(run_dir / "mae.pt", weights_only=True)["args"]
-    (FOLDER / f"{game}__{method}__{results['seed']}.json").write_text(json.dumps(results))
+    with open(folder / f"{game}__{method}__{results['seed']}.json", "x") as file:
+        file.write(json.dumps(results))
 
 
 def read(folder=FOLDER):
@@ -162,9 +165,9 @@ def starts(runs):
     paper's, in its deviations."""
     rows = ["| game | PyTorch's initial weights: each seed; their mean minus the paper's, in its deviations | Xavier's, as "
             "before |", "|---|---|---|"]
-    for game, method in read(EARLIER):
+    for (game, method), earlier in read(EARLIER).items():
         cells = []
-        for seeds in (runs[game, method], read(EARLIER)[game, method]):
+        for seeds in (runs[game, method], earlier):
             means = [results["mean"] for results in seeds]
             distance = (np.mean(means) - PAPER[game][method][0]) / PAPER[game][method][1]
             cells.append(f"{', '.join(f'{mean:.1f}' for mean in means)}; {distance:+.1f}")
@@ -192,9 +195,8 @@ def maes(runs):
 
 
 # What is printed, and which file has it (tests/product/test_results.py).
-TABLES = {headline: "README.md", efficiency: "tests/results/README.md", markdown: "tests/results/README.md",
-          starts: "tests/results/README.md", ablations: "tests/results/README.md",
-          maes: "tests/results/README.md"}
+TABLES = {headline: "README.md"}
+TABLES |= dict.fromkeys((efficiency, markdown, starts, ablations, maes), "tests/results/README.md")
 
 
 def draw(runs, path):
@@ -227,7 +229,7 @@ def draw(runs, path):
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__.split("\n\n")[0])
     if args.add:
-        add(args.add)  # and no picture: a changed one would make the next run's commit "-dirty"
+        add(args.add, args.into)  # and no picture: a changed one would make the next run's commit "-dirty"
     else:
         runs = read()
         print("\n\n".join(rows(runs) for rows in TABLES))
