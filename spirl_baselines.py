@@ -900,8 +900,8 @@ def mae_sizes(args):
 
 
 def load_mae(path, mae, args):
-    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns what mae.pt
-    holds, or would hold. Exits with status 2 if it does not fit."""
+    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in
+    mae.pt, or {} for another's. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
     for name, value in made_for.items():
@@ -911,8 +911,7 @@ def load_mae(path, mae, args):
         mae.load_state_dict(content.get("model"))
     except (RuntimeError, TypeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give a mae.pt of its sizes")
-    own = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    return content if "sizes" in content else own
+    return content if "sizes" in content else {}
 
 
 def keep_freed_memory():
@@ -1092,13 +1091,15 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or f"runs/{run_name}")
 
     # MAE-All's MAE is this run's own mae.pt (after a resume), else --mae-checkpoint, else one is pre-trained below.
+    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own: training changes them.
     if args.method == "mae-all":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
+        saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
         run_mae_path = run_dir / "mae.pt"
         source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
         if source_path is not None:
-            saved_mae = load_mae(source_path, mae, args)
+            saved_mae |= load_mae(source_path, mae, args)  # among them the `args` it was made with
     last_saved = "the last checkpoint"  # `stop` reads it
     lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
@@ -1107,9 +1108,8 @@ if __name__ == "__main__":
             frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
             frames, held_out = frames.tensor_split([num_frames])
             pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
-            saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
             del frames, held_out  # free memory for training
-        save(saved_mae, run_mae_path)  # one that was loaded keeps the `args` it was made with
+        save(saved_mae, run_mae_path)
         mae.eval().requires_grad_(False)
 
     # The agent. Seed again: its weights must not depend on how the MAE was made.

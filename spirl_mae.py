@@ -774,8 +774,8 @@ def mae_sizes(args):
 
 
 def load_mae(path, mae, args):
-    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns what mae.pt
-    holds, or would hold. Exits with status 2 if it does not fit."""
+    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in
+    mae.pt, or {} for another's. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
     for name, value in made_for.items():
@@ -785,8 +785,7 @@ def load_mae(path, mae, args):
         mae.load_state_dict(content.get("model"))
     except (RuntimeError, TypeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give a mae.pt of its sizes")
-    own = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    return content if "sizes" in content else own
+    return content if "sizes" in content else {}
 
 
 def fail(message):
@@ -939,7 +938,10 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or f"runs/{run_name}")
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
-    loaded = load_mae(args.mae_checkpoint, mae, args) if args.mae_checkpoint is not None else None
+    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own: training changes them.
+    saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
+    if args.mae_checkpoint is not None:
+        saved_mae |= load_mae(args.mae_checkpoint, mae, args)  # among them the `args` it was made with
     last_saved = "the last checkpoint"  # `stop` reads it
     lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
@@ -957,8 +959,6 @@ if __name__ == "__main__":
     mae.eval().requires_grad_(False)
 
     # How many patches of each frame are salient, and what maximal ratio would keep them all.
-    trained = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    saved_mae = loaded or trained  # one that was loaded keeps the `args` it was made with
     saved_mae["salient_counts"] = count_salient_patches(mae, frames, args.lorenz_slope)
     save(saved_mae, run_dir / "mae.pt")
     counts = saved_mae["salient_counts"]["counts"]

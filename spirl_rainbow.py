@@ -1066,8 +1066,8 @@ def mae_sizes(args):
 
 
 def load_mae(path, mae, args):
-    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns what mae.pt
-    holds, or would hold. Exits with status 2 if it does not fit."""
+    """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in
+    mae.pt, or {} for another's. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
     for name, value in made_for.items():
@@ -1077,8 +1077,7 @@ def load_mae(path, mae, args):
         mae.load_state_dict(content.get("model"))
     except (RuntimeError, TypeError) as error:
         fail(f"{path} does not fit the auto-encoder ({' '.join(str(error).split())[:200]}); give a mae.pt of its sizes")
-    own = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
-    return content if "sizes" in content else own
+    return content if "sizes" in content else {}
 
 
 def load_agent(path, args):
@@ -1262,13 +1261,15 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or f"runs/{run_name}")
 
     # The auto-encoder is this run's own mae.pt (after a resume), else --mae-checkpoint, else one is pre-trained below.
+    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own: training changes them.
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
+    saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
     max_ratio = args.max_ratio or PAPER_MAX_RATIO.get(args.env_id)  # None for other games: mr*, set below
     run_mae_path = run_dir / "mae.pt"
     source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
     if source_path is not None:
-        saved_mae = load_mae(source_path, mae, args)
+        saved_mae |= load_mae(source_path, mae, args)  # among them the `args` it was made with
         if max_ratio is None and saved_mae.get("salient_counts", {}).get("lorenz_slope") != args.lorenz_slope:
             fail(f"{source_path} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
     trained = load_agent(args.agent_checkpoint, args) if args.agent_checkpoint is not None else None
@@ -1280,10 +1281,9 @@ if __name__ == "__main__":
         frames = collect_random_frames(args, num_frames + HELD_OUT_FRAMES)
         frames, held_out = frames.tensor_split([num_frames])
         pretrain_mae(args, mae, frames, held_out, run_dir / "mae")
-        saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
         saved_mae["salient_counts"] = count_salient_patches(mae, frames, args.lorenz_slope)
         del frames, held_out  # free memory for training
-    save(saved_mae, run_mae_path)  # one that was loaded keeps the `args` it was made with
+    save(saved_mae, run_mae_path)
     mae.eval().requires_grad_(False)
     if max_ratio is None:
         max_ratio = ideal_max_ratio(saved_mae["salient_counts"]["counts"], mae.num_patches)
