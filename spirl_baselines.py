@@ -474,8 +474,8 @@ def pretrain_mae(args, mae, frames, held_out, folder):
 @torch.no_grad()
 def embed_all_patches(mae, frames):
     """What MAE-All sees of a NumPy array of uint8 frames (B, H, W, 3): embeddings (B, N, D) in float16 on the MAE's
-    device, and counts (B,), all 1: not blank. The encoder's [cls] is dropped, and the positions are added again: they are
-    the agent's positional embedding (Table 13)."""
+    device, and counts (B,), all 1: not blank. The encoder's [cls] is dropped, and the positions are added again: they
+    are the agent's positional embedding (Table 13)."""
     frames = torch.from_numpy(frames).to(mae.pos_embed.device)
     ids = torch.arange(mae.num_patches, device=frames.device).expand(len(frames), -1)  # (B, N)
     latent = mae.encode(mae.patchify(frames), ids)[:, 1:]
@@ -987,7 +987,7 @@ def open_run(args, run_dir):
 
 
 def stop(*_):
-    """Ctrl-C: say what is lost and how to go on, then end at once, as by a kill. Reads main's last_saved and run_dir."""
+    """Ctrl-C: say what is lost and how to go on, then end at once, as by a kill. Reads main's last_saved, run_dir."""
     message = f"\nstopped; what came after {last_saved} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
     sys.stdout.flush()

@@ -1166,7 +1166,7 @@ def open_run(args, run_dir):
 
 
 def stop(*_):
-    """Ctrl-C: say what is lost and how to go on, then end at once, as by a kill. Reads main's last_saved and run_dir."""
+    """Ctrl-C: say what is lost and how to go on, then end at once, as by a kill. Reads main's last_saved, run_dir."""
     message = f"\nstopped; what came after {last_saved} is lost; go on with: python {sys.argv[0]} --resume {run_dir}"
     print(message, file=sys.stderr)
     sys.stdout.flush()
