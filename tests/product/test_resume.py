@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import PLAY, PRETRAINING, ROOT, SIZES, SMALL, files, finished, in_background, run, run_here, scalars
 
-# Short games and few of them: an evaluation is soon over. There are 105 updates, for every hundredth is logged: weights,
+# Short games and few of them: an evaluation is soon over. There are 105 updates, for each hundredth is logged: weights,
 # a target network or an optimizer that do not come back change its losses. (agent.pt may be of an earlier evaluation.)
 SHORT = "--total-timesteps 170 --checkpoint-frequency 20 --eval-frequency 90 --eval-episodes 1".split()
 SHORT += "--learning-starts 65 --target-update-frequency 7".split()
