@@ -1,6 +1,7 @@
 """What is stored beside the scripts. Each file of a folder below is of a whole run of the paper's agent, SPIRL's with a
-MAE of tests/weights/ or one that is named; each MAE there is of its game, and its K are those of frames that it was trained on; and the
-READMEs have the numbers of all. (That a MAE's fast error map is the plain one, test_errors_and_selection.py shows.)"""
+MAE of tests/weights/ or one that is named; each MAE there is of its game, and its K are those of frames that it was
+trained on; and the READMEs have the numbers of all. (That a MAE's fast error map is the plain one,
+test_errors_and_selection.py shows.)"""
 
 import json
 import sys
@@ -63,7 +64,8 @@ def test_a_result_is_of_the_papers_agent(path):
     assert args.keys() <= defaults.keys()
     changed = {name for name, value in args.items() if value != defaults[name]}
     allowed = {"env_id", "seed", "method", "mae_checkpoint", "device", "threads", "run_name", "capture_video"}
-    allowed |= {"checkpoint_frequency", "resume"}  # a resumed run is the same one (test_resume.py), but four that left a GPU
+    # A resumed run is the same one (test_resume.py), but four that left a GPU.
+    allowed |= {"checkpoint_frequency", "resume"}
     if path.parent in table.ABLATIONS:
         flag, _ = table.ABLATIONS[path.parent]
         assert flag in results["command"]

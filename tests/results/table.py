@@ -24,7 +24,7 @@ import spirl_baselines  # noqa: E402
 import spirl_rainbow  # noqa: E402
 
 FOLDER = ROOT / "tests/results/100k"
-EARLIER = ROOT / "tests/results/xavier_start"  # SPIRL's runs whose agent began with Xavier weights and zero biases
+EARLIER = ROOT / "tests/results/xavier_start"  # runs whose agent began with Xavier weights and zero biases
 ABLATIONS = {  # SPIRL's runs on Seaquest with one flag: the folder, the flag, the paper's score (Tables 3 and 14)
     ROOT / "tests/results/fixed": ("--selection fixed", "496.3 (90.1)"),
     ROOT / "tests/results/mask": ("--padding mask", "494.4 (154.8)"),
@@ -161,17 +161,17 @@ def markdown(runs):
 
 
 def starts(runs):
-    """SPIRL with the agent's initial weights as they are now, and as they were: each seed, and the mean minus the
-    paper's, in its deviations."""
-    rows = ["| game | PyTorch's initial weights: each seed; their mean minus the paper's, in its deviations | Xavier's, as "
-            "before |", "|---|---|---|"]
+    """SPIRL and MAE-All with the agent's initial weights as they are now, and as they were: each seed, and the mean
+    minus the paper's, in its deviations."""
+    rows = ["| game | method | PyTorch's initial weights: each seed; their mean minus the paper's, in its deviations | "
+            "Xavier's, as before |", "|---|---|---|---|"]
     for (game, method), earlier in read(EARLIER).items():
         cells = []
         for seeds in (runs[game, method], earlier):
             means = [results["mean"] for results in seeds]
             distance = (np.mean(means) - PAPER[game][method][0]) / PAPER[game][method][1]
             cells.append(f"{', '.join(f'{mean:.1f}' for mean in means)}; {distance:+.1f}")
-        rows.append(f"| {game} | {' | '.join(cells)} |")
+        rows.append(f"| {game} | {METHODS[method]} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
