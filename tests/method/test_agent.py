@@ -87,6 +87,19 @@ def test_noisy_linear_against_the_definition():
     assert torch.equal(layer(x), quiet) and not torch.equal(layer.train()(x), quiet)
 
 
+def test_the_four_layers_of_the_head_begin_as_in_rainbow_each_with_noise_of_its_own():
+    network = spirl.RainbowNetwork(torch.nn.Identity(), 128, 4, sigma0=0.1)
+    network.resample_noise(torch.Generator().manual_seed(1))
+    layers = [layer for layer in network.modules() if isinstance(layer, spirl.NoisyLinear)]
+    for layer in layers:
+        bound = layer.weight_mu.shape[1] ** -0.5
+        assert layer.weight_sigma.unique().item() == pytest.approx(0.1 * bound)
+        for mu in (layer.weight_mu, layer.bias_mu):
+            assert -bound <= mu.min() < -0.8 * bound and 0.8 * bound < mu.max() <= bound
+    noises = [noise for layer in layers for noise in (layer.noise_in, layer.noise_out)]
+    assert len({noise[0].item() for noise in noises} - {0.0}) == 8
+
+
 def test_the_network_is_dueling_and_its_trunk_gets_a_scaled_gradient():
     network, _, _, replay = a_learner()
     state = replay.stacks(torch.arange(10))
@@ -145,7 +158,7 @@ def test_an_update_is_weighted_by_importance_and_clipped_as_the_equations_say(li
     online.resample_noise(generator)
     target.resample_noise(generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
-    support, kls = online.support.tolist(), []
+    support, kls, q_values = online.support.tolist(), [], []
     for b in range(8):
         state, next_state = replay.stacks(slots[b : b + 1]), replay.stacks(next_slots[b : b + 1])
         with torch.no_grad():
@@ -153,6 +166,7 @@ def test_an_update_is_weighted_by_importance_and_clipped_as_the_equations_say(li
             probabilities = target(*next_state)[0, best].exp().tolist()
         target_probs = oracle_projection(probabilities, returns[b].item(), discounts[b].item(), support)
         log_probs = online(*state)[0, actions[b]]
+        q_values.append(online.q_values(*state)[0, actions[b]].item())
         kls.append(sum(m * (math.log(m) - log_p) for m, log_p in zip(target_probs, log_probs) if m > 0))
     loss = sum(weight * kl for weight, kl in zip(weights, kls)) / 8
     gradients = torch.autograd.grad(loss, list(online.parameters()))
@@ -168,6 +182,7 @@ def test_an_update_is_weighted_by_importance_and_clipped_as_the_equations_say(li
     assert (norm > limit) == (limit == 0.01)  # clipped, and not
     assert metrics["loss"].item() == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["grad_norm"].item() == pytest.approx(norm, rel=1e-3)
+    assert metrics["q_values"].item() == pytest.approx(sum(q_values) / 8, rel=1e-3)
     for slot, kl in zip(slots, kls):  # p is the KL, not weighted
         assert replay.priorities[slot].item() == pytest.approx(max(kl.item(), 1e-6) ** 0.5, rel=1e-3)
     for p, old, g in zip(online.parameters(), before, gradients, strict=True):

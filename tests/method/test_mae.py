@@ -207,6 +207,19 @@ def test_pretraining_is_that_of_table_5_with_a_mask_ratio_that_varies(frames, mo
     assert len(held_out_losses) == 16 and held_out_losses[0] > 0.9 * zero and held_out_losses[-1] < zero
 
 
+def test_each_epoch_has_all_frames_in_an_order_of_its_own_and_each_frame_a_mask_of_its_own(tmp_path):
+    frames, drawn = torch.randint(256, (64, 48, 48, 3), dtype=torch.uint8), []
+    frames[:, 0, 0, 0] = torch.arange(64)  # a frame's number
+    for seed in (1, 2):
+        mae = spirl.MaskedAutoencoder(48, encoder_depth=1, decoder_depth=1)
+        mae.register_forward_hook(lambda mae, inputs, outputs: drawn.append((inputs[0][:, 0, 0, 0], outputs[2])))
+        spirl.pretrain_mae(spirl.Args(seed=seed, mae_epochs=2), mae, frames, frames[:1], tmp_path / str(seed))
+    orders, masks = zip(*drawn[::2])  # one batch an epoch; then the held-out frame
+    assert all(sorted(order.tolist()) == [*range(64)] for order in orders)
+    assert len(torch.stack([torch.arange(64), *orders]).unique(dim=0)) == 5
+    assert len(torch.cat(masks).unique(dim=0)) == 4 * 64
+
+
 def test_pretraining_stops_at_what_is_not_finite(frames, tmp_path):
     mae = small_mae()
     mae.decoder_pred.weight.data.fill_(3e19)  # the loss is finite, its gradient overflows

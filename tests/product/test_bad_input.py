@@ -60,9 +60,11 @@ ROWS += [("spirl_baselines.py", [*MAE_ALL, *flags], message) for flags, message 
 ROWS += [("spirl_baselines.py", flags, message) for flags, message in OF_AGENT]
 ROWS += [
     ("spirl_rainbow.py", ["--mae-checkpoint", "pong.pt", "--env-id", "ALE/Pong-v5"], "pong.pt has no counts"),
+    ("spirl_rainbow.py", ["--mae-checkpoint", "steep.pt", "--env-id", "ALE/Pong-v5"], "steep.pt has no counts .* 0.5"),
     ("spirl_rainbow.py", ["--agent-checkpoint", "agent.pt"], "--agent-checkpoint needs --mae-checkpoint"),
     ("spirl_baselines.py", [*MAE_ALL, "--run-name", "taken"], "--run-name taken: runs/taken already exists"),
     ("spirl_rainbow.py", [*WATCH, "deep.pt"], "deep.pt was trained with --decoder-depth 2; give it too"),
+    ("spirl_rainbow.py", [*WATCH, "fixed.pt"], "fixed.pt was trained with --selection fixed; give it too"),
     ("spirl_rainbow.py", [*WATCH, "nowhere.pt"], "there is no file"),
     ("spirl_rainbow.py", [*WATCH, "right.pt"], "right.pt is not an agent.pt of this script"),
     ("spirl_rainbow.py", [*WATCH, "agent.pt"], "agent.pt was trained with --env-id ALE/Seaquest-v5; give it too"),
@@ -95,8 +97,9 @@ def folder(tmp_path):
     saved = {"small.pt": {"sizes": {"image_size": 24}}, "foreign.pt": {"model": 5}, "code.pt": {"model": Code()}}
     mae = {"model": spirl_mae.MaskedAutoencoder().state_dict(), "sizes": spirl_mae.mae_sizes(spirl_mae.Args())}
     saved |= {"right.pt": mae | {"env_id": "ALE/Frostbite-v5"}, "pong.pt": mae | {"env_id": "ALE/Pong-v5"}}
-    trained_with = {"env_id": "ALE/Seaquest-v5"}, {"agent_dim": 64}, {"decoder_depth": 2}, {}
-    for name, changed in zip(("agent.pt", "wide.pt", "deep.pt", "old.pt"), trained_with):
+    saved["steep.pt"] = saved["pong.pt"] | {"salient_counts": {"lorenz_slope": 1.0}}
+    trained_with = {"env_id": "ALE/Seaquest-v5"}, {"agent_dim": 64}, {"decoder_depth": 2}, {"selection": "fixed"}, {}
+    for name, changed in zip(("agent.pt", "wide.pt", "deep.pt", "fixed.pt", "old.pt"), trained_with):
         saved[name] = {"model": {}, "args": vars(spirl_rainbow.Args(**changed)), "step": 100, "max_patches": 50}
     del saved["old.pt"]["args"]["noisy_std"]  # from before this flag
     for name, content in saved.items():
