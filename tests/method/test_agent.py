@@ -31,7 +31,7 @@ def oracle_trunk(trunk, patches, count, padding, pooling):
             patch = trunk.pad if padding == "token" else torch.zeros(trunk.project.in_features)
         if n < count or padding != "mask":
             tokens.append(linear(patch.tolist(), trunk.project))
-    outputs, attention = oracle_block(tokens, trunk.block, trunk.block.heads, residual=False)
+    outputs, attention = oracle_block(tokens, trunk.block, 4, residual=False)
     if pooling == "cls":
         return outputs[0], attention[:1]
     if len(outputs) == 1:  # no patch to average: a blank frame, masked
@@ -88,9 +88,11 @@ def test_noisy_linear_against_the_definition():
 
 
 def test_the_four_layers_of_the_head_begin_as_in_rainbow_each_with_noise_of_its_own():
-    network = spirl.RainbowNetwork(torch.nn.Identity(), 128, 4, sigma0=0.1)
+    network = spirl.RainbowNetwork(torch.nn.Identity(), 128, 4, 200, 0.1, (-2, 8, 101))
+    torch.testing.assert_close(network.support, -2 + torch.arange(101) / 10)
     network.resample_noise(torch.Generator().manual_seed(1))
     layers = [layer for layer in network.modules() if isinstance(layer, spirl.NoisyLinear)]
+    assert [layer.weight_mu.shape for layer in layers] == [(200, 128), (101, 200), (200, 128), (404, 200)]
     for layer in layers:
         bound = layer.weight_mu.shape[1] ** -0.5
         assert layer.weight_sigma.unique().item() == pytest.approx(0.1 * bound)

@@ -6,7 +6,7 @@ import torch
 
 import spirl_rainbow as spirl
 
-S, GAMMA = 4, 0.9
+S, GAMMA, ALPHA = 4, 0.9, 0.7
 
 
 def play(replay, steps, seed):
@@ -89,7 +89,7 @@ def test_stacks_and_returns_against_the_whole_history(capacity, n):
 
 
 def filled(priorities):
-    replay = spirl.Replay(len(priorities) + 10, (1,), torch.float32, "cpu", 1, 1, GAMMA)
+    replay = spirl.Replay(len(priorities) + 10, (1,), torch.float32, "cpu", 1, 1, GAMMA, ALPHA)
     for t in range(len(priorities)):
         replay.append(torch.zeros(1), 1, t == 0)
         replay.complete(0, 0.0, False)
@@ -102,7 +102,7 @@ def test_sampling_frequencies_against_the_definition():
     """P(i) = p_i**alpha / sum_k p_k**alpha and w_i = (1/P(i))**beta / max w (Schaul et al. 2016, Eqs. 1 and 3.4)."""
     priorities = [0.0, 1e-3, 0.5, 2.0, 0.1, 30.0, 1.0, 0.7]
     replay = filled(priorities)
-    masses = [max(p, 1e-6) ** 0.5 for p in priorities]
+    masses = [max(p, 1e-6) ** ALPHA for p in priorities]
     P = [mass / sum(masses) for mass in masses]
     generator, counts, batches, B = torch.Generator().manual_seed(0), np.zeros(8), 2000, 16
     for _ in range(batches):
@@ -137,10 +137,10 @@ def test_an_empty_slot_that_is_drawn_counts_for_nothing_and_stays_empty(monkeypa
 def test_new_slots_get_the_largest_priority_so_far():
     replay = filled([0.2, 9.0, 0.3])
     replay.set_priorities(torch.tensor([1]), torch.tensor([0.0]))
-    assert replay.priorities[1].item() == pytest.approx(1e-3)  # at least 1e-6, to the power 0.5
+    assert replay.priorities[1].item() == pytest.approx(1e-6**ALPHA)  # p is at least 1e-6
     replay.complete(0, 0.0, False)
     replay.append(torch.zeros(1), 1, False)
-    assert replay.priorities[3].item() == pytest.approx(3.0)  # 9 ** 0.5
+    assert replay.priorities[3].item() == pytest.approx(9.0**ALPHA)
 
 
 def test_memory_of_a_100k_replay():

@@ -63,6 +63,8 @@ ROWS += [
     ("spirl_rainbow.py", ["--mae-checkpoint", "steep.pt", "--env-id", "ALE/Pong-v5"], "steep.pt has no counts .* 0.5"),
     ("spirl_rainbow.py", ["--agent-checkpoint", "agent.pt"], "--agent-checkpoint needs --mae-checkpoint"),
     ("spirl_baselines.py", [*MAE_ALL, "--run-name", "taken"], "--run-name taken: runs/taken already exists"),
+    ("spirl_rainbow.py", ["--agent-heads", "5"], "--agent-dim 32 must be a multiple of --agent-heads 5"),
+    ("spirl_baselines.py", [*MAE_ALL, "--agent-heads", "5"], "--agent-dim 32 must be a multiple of --agent-heads 5"),
     ("spirl_rainbow.py", [*WATCH, "deep.pt"], "deep.pt was trained with --decoder-depth 2; give it too"),
     ("spirl_rainbow.py", [*WATCH, "fixed.pt"], "fixed.pt was trained with --selection fixed; give it too"),
     ("spirl_rainbow.py", [*WATCH, "nowhere.pt"], "there is no file"),
@@ -72,10 +74,11 @@ ROWS += [
     ("spirl_rainbow.py", [*WATCH, "old.pt", "--noisy-std", "0.4"], "old.pt was trained with --noisy-std 0.5; give"),
     ("spirl_mae.py", ["--coverage", "1"], "--coverage must be below 1"),
     ("spirl_baselines.py", ["--mae-checkpoint", "empty.pt"], "--mae-checkpoint is not for --method de-rainbow"),
-    ("spirl_baselines.py", ["--mae-frames", "5000"], "--mae-frames is not for --method de-rainbow; leave it out"),
     ("spirl_baselines.py", [*RANDOM, "--encoder-dim", "32"], "--encoder-dim is not for --method de-rainbow-p"),
     ("spirl_baselines.py", [*RANDOM, "--mae-frames", "20"], "--mae-frames 20 must be above"),
 ]
+for flag in ("--mae-frames", "--image-size", "--patch-size", "--decoder-dim", "--agent-dim"):
+    ROWS.append(("spirl_baselines.py", [flag, "48"], f"{flag} is not for --method de-rainbow; leave it out"))
 
 
 class Code:
