@@ -1,6 +1,7 @@
 """What is salient: the error map, its cache, dynamic-K, mr* and the embeddings, against loops and on real frames."""
 
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,21 +12,19 @@ import spirl_mae
 import spirl_rainbow as spirl
 
 
-@torch.no_grad()
 def oracle_error_map(mae, frame):
     """E_ij of one frame, patch by patch: Eq. (3), then the mean squared difference to the normalised patch."""
     p, side = mae.patch_size, mae.side
     squares = [frame[i * p :, j * p :][:p, :p].flatten() / 255 for i in range(side) for j in range(side)]
     E = []
-    for i in range(side):
-        for j in range(side):
-            around = [(k, m) for k in (i - 1, i, i + 1) for m in (j - 1, j, j + 1) if (k, m) != (i, j)]
-            places = [k * side + m for k, m in around if 0 <= k < side and 0 <= m < side]  # surr(X_ij), up to eight
-            seen, ids = torch.stack([squares[place] for place in places]), torch.tensor([places])
-            rebuilt = mae.decode(mae.encode(seen[None], ids), ids)[0, i * side + j].double()
-            patch = squares[i * side + j].double()
-            normalised = (patch - patch.mean()) / (patch.var(unbiased=True) + 1e-6).sqrt()
-            E.append(sum((a - b) ** 2 for a, b in zip(normalised.tolist(), rebuilt.tolist())) / len(patch))
+    for i, j in product(range(side), repeat=2):
+        around = [(k, m) for k in (i - 1, i, i + 1) for m in (j - 1, j, j + 1) if (k, m) != (i, j)]
+        places = [k * side + m for k, m in around if 0 <= k < side and 0 <= m < side]  # surr(X_ij), up to eight
+        seen, ids = torch.stack([squares[place] for place in places]), torch.tensor([places])
+        rebuilt = mae.decode(mae.encode(seen[None], ids), ids)[0, i * side + j].double()
+        patch = squares[i * side + j].double()
+        normalised = (patch - patch.mean()) / (patch.var(unbiased=True) + 1e-6).sqrt()
+        E.append(sum((a - b) ** 2 for a, b in zip(normalised.tolist(), rebuilt.tolist())) / len(patch))
     return torch.tensor(E)
 
 
@@ -53,22 +52,15 @@ def plain_maps(maes, random_play):
 @pytest.mark.parametrize("game", GAMES)
 def test_the_cache_equals_the_plain_map_and_computes_each_neighbourhood_once(maes, plain_maps, game):
     frames, plain = plain_maps[game]
-    neighbourhoods = set()
-    for frame in frames.numpy():
-        padded = np.pad(frame.astype(np.int16), ((8, 8), (8, 8), (0, 0)), constant_values=-1)
-        for row, column in product(range(0, 96, 8), repeat=2):
-            neighbourhoods.add((row, column, padded[row : row + 24, column : column + 24].tobytes()))
-    cache, computed = spirl.ErrorMapCache(maes[game]), []
-    compute = cache.compute
-
-    def counted(patches, indices):
-        computed.extend(indices)
-        return compute(patches, indices)
-
-    cache.compute = counted
+    padded = np.pad(frames.numpy().astype(np.int16), ((0, 0), (8, 8), (8, 8), (0, 0)), constant_values=-1)
+    places = product(padded, range(0, 96, 8), range(0, 96, 8))
+    neighbourhoods = {(i, j, frame[i : i + 24, j : j + 24].tobytes()) for frame, i, j in places}
+    cache = spirl.ErrorMapCache(maes[game])
+    cache.compute = Mock(side_effect=cache.compute)
     cold = torch.cat([cache(batch) for batch in frames.split(7)])
     assert (cold - plain).abs().max() < 1e-5 and torch.equal(cache(frames), cold)
-    assert len(computed) == len(cache.errors) == len(neighbourhoods)
+    computed = sum(len(call.args[1]) for call in cache.compute.call_args_list)
+    assert computed == len(cache.errors) == len(neighbourhoods)
 
 
 def test_a_full_table_forgets_the_oldest_and_stays_right(trained_mae, plain_maps):

@@ -50,17 +50,16 @@ def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
 def waits(folder):
     """The script's lines at which a step waits for the GPU, and how often in each of steps 40 to 58, of SPIRL and of
     DE-Rainbow: {script: {line: {step: times}}}."""
-    found = {"spirl_rainbow.py": {}, "spirl_baselines.py": {}}
+    found = {}
     short = "--learning-starts 25 --total-timesteps 60 --eval-episodes 1 --max-episode-frames 120".split()
-    for script, flags in (("spirl_rainbow.py", SMALL), ("spirl_baselines.py", PLAY)):
-        done = run(folder, ROOT / script, *flags, *GPU, *short, script="tests/product/pretend_gpu.py")
+    runs = [("spirl_rainbow.py", SMALL + short), ("spirl_mae.py", SIZES + PRETRAINING)]
+    runs += [("spirl_baselines.py", flags + short) for flags in (PLAY, [*SMALL, "--method", "mae-all"])]
+    for script, flags in runs:
+        done = run(folder, ROOT / script, *flags, *GPU, script="tests/product/pretend_gpu.py")
         assert done.returncode == 0, done.stderr[-3000:]
         for step, times, line in re.findall(r"^wait\t(\d+)\t(\d+)\t(.*)$", done.stdout, re.M):
             if 40 <= int(step) < 59:
-                found[script].setdefault(line, {})[int(step)] = int(times)
-    mae = [ROOT / "spirl_mae.py", *SIZES, *PRETRAINING, *GPU]  # it draws on the CPU what the GPU has learnt
-    done = run(folder, *mae, script="tests/product/pretend_gpu.py")
-    assert done.returncode == 0, done.stderr[-3000:]
+                found.setdefault(script, {}).setdefault(line, {})[int(step)] = int(times)
     return found
 
 

@@ -33,6 +33,7 @@ def test_a_run_leaves_what_the_readme_says(runs_of_a_mae):
     assert results["ideal_max_ratio"] == spirl.ideal_max_ratio(counts, 36)
     kept = sum(k <= int(36 * results["ideal_max_ratio"] + 1e-6) for k in counts.tolist()) / len(counts)
     assert results["kept_whole"] == pytest.approx(kept) and results["max_ratio"] == 0.35
+    assert results["args"]["coverage"] == 0.999
     assert results["K"]["50%"] == int(np.median(counts))
     model = spirl.MaskedAutoencoder(image_size=48, encoder_depth=1, decoder_dim=32, decoder_depth=2)
     assert f"\n{sum(p.numel() for p in model.parameters()):,} parameters\n" in results["printed"]

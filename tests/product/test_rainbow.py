@@ -13,6 +13,7 @@ import torch
 from conftest import LOADED, PLAY, ROOT, SMALL, files, finished, in_background, run_here, scalars
 from PIL import Image
 
+import spirl_baselines
 import spirl_rainbow as spirl
 
 VIDEO = "videos/policy.gif"
@@ -65,6 +66,9 @@ def test_a_run_leaves_what_the_readme_says(runs, method, steps, updates, evaluat
     assert curves.keys() == expected
     assert [step for step, _ in curves["charts/SPS"]] == [99, 199]
     assert curves["charts/episodic_return"] == [tuple(pair) for pair in results["training_scores"]]
+    for tag, average in (("eval/mean", np.mean), ("eval/median", np.median)):
+        assert curves[tag] == [(e["step"], pytest.approx(average(e["scores"]))) for e in results["evaluations"]]
+    assert results["versions"].keys() == {"torch", "gymnasium", "ale-py", "numpy"}
     if "mae.pt" in left:
         mae = torch.load(path / "mae.pt", weights_only=True)
         assert mae["sizes"]["image_size"] == 48 and mae["env_id"] == "ALE/Frostbite-v5"
@@ -89,10 +93,7 @@ def test_the_figure_and_the_video_show_what_is_selected_and_attended(tmp_path, m
 def test_freed_memory_is_kept():
     code = """
 import torch, spirl_rainbow
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1])  # pages
-
+resident = lambda: int(open("/proc/self/statm").read().split()[1])  # pages
 spirl_rainbow.keep_freed_memory()
 pieces = [torch.ones(31 * 2**18) for _ in range(10)]  # of 31 MB
 full = resident()
@@ -101,6 +102,16 @@ assert resident() > 0.99 * full
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_mae_all_sees_by_the_mae_that_it_is_given(tmp_path, runs, monkeypatch):
+    given = runs["spirl"][0] / "mae.pt"
+    flags = [*LOADED, "--method", "mae-all", "--mae-checkpoint", given, "--total-timesteps", 130, "--eval-episodes", 1]
+    end = run_here(tmp_path, monkeypatch, *flags, "--run-name", "given", script="spirl_baselines.py")
+    weights, replay = torch.load(given, weights_only=True)["model"], end["replay"]
+    assert all(torch.equal(value, weights[name]) for name, value in end["mae"].state_dict().items())
+    embeddings, _ = spirl_baselines.embed_all_patches(end["mae"], end["observation"][:, 0])
+    assert torch.equal(replay.frames[replay.slot], embeddings[0])
 
 
 def test_a_trained_agent_is_watched_and_nothing_is_learned(tmp_path, runs, monkeypatch):
@@ -130,11 +141,14 @@ def oracle_run(args, mae, max_patches):
     envs = spirl.make_envs(args, 1)
     num_actions = envs.single_action_space.n
     torch.manual_seed(args.seed)
-    trunk = spirl.SalientPatchTransformer(padding=args.padding, pooling=args.pooling)
-    online = spirl.RainbowNetwork(trunk, 4 * 32, num_actions)
+    width = args.agent_dim
+    trunk = spirl.SalientPatchTransformer(args.encoder_dim, width, args.agent_heads, args.padding, args.pooling)
+    head = args.hidden_size, args.noisy_std, (args.v_min, args.v_max, args.num_atoms)
+    online = spirl.RainbowNetwork(trunk, args.frame_stack * width, num_actions, *head)
     target = deepcopy(online)
     optimizer = torch.optim.Adam(online.parameters(), lr=args.learning_rate, eps=args.adam_eps, fused=True)
-    replay = spirl.Replay(args.buffer_size, (max_patches, 64), torch.float16, "cpu")
+    returns = args.frame_stack, args.n_step, args.gamma, args.priority_exponent
+    replay = spirl.Replay(args.buffer_size, (max_patches, args.encoder_dim), torch.float16, "cpu", *returns)
     random_actions = np.random.default_rng([args.seed, spirl.ACT]).integers(num_actions, size=args.learning_starts)
     generator = torch.Generator().manual_seed(spirl.game_seeds(args.seed, spirl.LEARN).item())
     online.resample_noise(generator)
@@ -172,7 +186,8 @@ def oracle_run(args, mae, max_patches):
             observation, info = envs.reset(seed=spirl.game_seeds(args.seed, spirl.PLAY, len(scores)))
         store(starts=life_lost or game_over)
         if step >= args.learning_starts and step % args.train_frequency == 0:
-            beta = 0.4 + 0.6 * (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+            done = (step - args.learning_starts) / (args.total_timesteps - args.learning_starts)
+            beta = args.priority_weight + (1 - args.priority_weight) * done
             spirl.learn(args, online, target, optimizer, replay, beta, generator)
             updates += 1
             if updates % args.target_update_frequency == 0:
@@ -187,6 +202,8 @@ def oracle_run(args, mae, max_patches):
 
 LEARNING = "--total-timesteps 200 --train-frequency 4 --eval-frequency 40 --target-update-frequency 7 "
 LEARNING += "--max-episode-frames 240 --eval-episodes 2 --eval-epsilon 0.5 --learning-rate 0.01"
+OTHER = " --encoder-dim 32 --encoder-heads 2 --agent-dim 24 --agent-heads 4 --frame-stack 3 --hidden-size 40 --n-step 7"
+OTHER += " --num-atoms 21 --v-min=-4 --v-max 6 --noisy-std 0.3 --gamma 0.9 --priority-exponent 0.7 --priority-weight .2"
 
 
 def playing(game, max_episode_frames, steps):
@@ -200,7 +217,7 @@ def playing(game, max_episode_frames, steps):
     "flags, lives_lost, cut_off",
     [
         (LEARNING + " --eval-episodes 5", 0, True),  # its best median is not where its best mean is
-        (LEARNING + " --lorenz-slope 1.05 --padding token --pooling mean --seed 2", 0, True),
+        (LEARNING + OTHER + " --lorenz-slope 1.05 --padding token --pooling mean --seed 2", 0, True),
         (playing("MsPacman", 3000, 700), 3, False),
         (playing("MsPacman", 900, 680), 3, True),
         (playing("MsPacman", 708, 300), 1, False),  # a life is lost in the very step that is cut off
@@ -221,6 +238,8 @@ def test_a_run_is_that_of_the_oracle_bit_for_bit(tmp_path, monkeypatch, flags, l
         assert torch.equal(kept, value) if torch.is_tensor(value) else kept == value, name
     assert end["error_map"].errors == expected["error_map"].errors  # nothing that evaluation saw
     assert end["run"].training_scores == games and len(games) >= 1
+    if args.learning_rate == 0.01:
+        assert scalars(tmp_path / "runs/run")["charts/K"][-1] == (199, replay.counts[replay.slot].item())
     # What this case is for has happened.
     slots = torch.arange(len(replay.actions)) != replay.slot
     assert ((replay.actions[slots] < 0) & (replay.life_ids[slots] >= 0)).any() == cut_off

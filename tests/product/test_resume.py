@@ -34,11 +34,10 @@ def same_end(one, two):
     assert results[0] == results[1]
     for part in {file.parent.relative_to(one) for file in one.rglob("*tfevents*")}:
         curves = [scalars(path / part) for path in (one, two)]
-        assert curves[0].keys() == curves[1].keys()
-        for tag in curves[0]:  # no step twice, no gap
-            timed = tag == "charts/SPS"
-            points = [[point[:1] if timed else point for point in curve[tag]] for curve in curves]
-            assert points[0] == points[1] and len({point[0] for point in points[0]}) == len(points[0]), tag
+        for curve in curves:
+            curve["charts/SPS"] = [(step, "timed") for step, _ in curve.get("charts/SPS", [])]
+        assert curves[0] == curves[1]  # no gap, and no step twice:
+        assert all(len(dict(points)) == len(points) for points in curves[0].values())
 
 
 @in_background
@@ -54,21 +53,16 @@ import torch
 
 where, left, *sys.argv = sys.argv[1:]
 left = int(left)
-module, name, file = {
-    "an update": (torch.nn.utils, "clip_grad_norm_", ""),  # of the MAE or of the agent
-    "a checkpoint not yet renamed": (os, "replace", "checkpoint.pt"),
-    "the agent not yet renamed": (os, "replace", "agent.pt"),
-}[where]
+update = where == "an update"  # of the MAE or of the agent; else the name of a file that is not yet renamed
+module, name = (torch.nn.utils, "clip_grad_norm_") if update else (os, "replace")
 function = getattr(module, name)
-
 
 def deadly(*args, **more):
     global left
-    left -= file in str(args[1])
+    left -= update or where in str(args[1])
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return function(*args, **more)
-
 
 setattr(module, name, deadly)
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -90,8 +84,7 @@ def killed(folder, script_and_flags, *instants):
 def killed_runs(folder):
     """SPIRL, killed in the second epoch of pre-training, at the end of an evaluation, in a game, and in a checkpoint;
     spirl_mae.py, killed in its second epoch; DE-Rainbow-P, killed in a game: each one's folder, not gone on with."""
-    evaluated, in_a_checkpoint = ("the agent not yet renamed", 1), ("a checkpoint not yet renamed", 2)
-    spirl = killed(folder, SPIRL, ("an update", 4), evaluated, ("an update", 70), in_a_checkpoint)
+    spirl = killed(folder, SPIRL, ("an update", 4), ("agent.pt", 1), ("an update", 70), ("checkpoint.pt", 2))
     mae, baseline = killed(folder, MAE, ("an update", 4)), killed(folder, DE_RAINBOW_P, ("an update", 30))
     return {SPIRL[0]: spirl, MAE[0]: mae, DE_RAINBOW_P[0]: baseline}
 
@@ -99,12 +92,9 @@ def killed_runs(folder):
 @pytest.fixture
 def stopped(tmp_path, killed_runs, monkeypatch):
     """stopped(script): a copy of its killed run's folder, and a function that goes on with it."""
-
-    def copy(script):
-        path = shutil.copytree(killed_runs[script], tmp_path / "runs/killed")
-        return path, partial(run_here, tmp_path, monkeypatch, "--resume", path, script=script)
-
-    return copy
+    path = tmp_path / "runs/killed"
+    go_on = partial(run_here, tmp_path, monkeypatch, "--resume", path)
+    return lambda script: (shutil.copytree(killed_runs[script], path), partial(go_on, script=script))
 
 
 def test_killed_at_chosen_instants(whole, stopped):
@@ -113,6 +103,7 @@ def test_killed_at_chosen_instants(whole, stopped):
     assert checkpoint["run"]["saved_step"] == 160  # not 170, whose checkpoint was not yet renamed
     known = checkpoint["errors"]
     end = go_on()
+    assert end["source_path"] == path / "mae.pt"  # not another
     same_end(whole[SPIRL[0]], path)
     assert known and list(end["error_map"].errors.items())[: len(known)] == list(known.items())  # none computed again
 
@@ -146,10 +137,12 @@ def test_a_baseline_goes_on_only_where_its_game_comes_back(whole, stopped, refus
     same_end(whole[DE_RAINBOW_P[0]], path)
 
 
-def test_a_run_begun_on_a_gpu_goes_on_without_one(stopped, capsys):
-    path, go_on = stopped(DE_RAINBOW_P[0])
+def test_a_run_begun_on_a_gpu_goes_on_without_one(stopped, capsys, monkeypatch):
+    (path, go_on), threads = stopped(DE_RAINBOW_P[0]), []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     content = torch.load(path / "checkpoint.pt", weights_only=True)
     state = torch.arange(16, dtype=torch.uint8)  # seed and offset, 8 bytes each: what a CUDA generator's state is
+    content["run"]["seconds"] = 1000.0
     torch.save({**content, "generator": state}, path / "checkpoint.pt")
     end = go_on("--device", "cpu", "--threads", "2")
     out = capsys.readouterr().out
@@ -157,6 +150,9 @@ def test_a_run_begun_on_a_gpu_goes_on_without_one(stopped, capsys):
     assert out.count("note: another kind of device than before: from here the digits differ") == 1
     results = json.loads((path / "results.json").read_text())
     assert results["device"] == "cpu" and results["updates"] == end["run"].updates == 105
+    assert results["training_seconds"] > 1000 and threads[0] == 2
+    replay = end["replay"]  # the newest frame is what was seen last, pixel by pixel
+    assert torch.equal(replay.frames[replay.slot], torch.from_numpy(end["observation"][0, 0]))
 
 
 def test_a_run_is_gone_on_with_once_at_a_time(stopped, refused):
