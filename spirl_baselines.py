@@ -57,7 +57,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 if __name__ == "__main__":
-    os.environ.pop("MPLBACKEND", None)  # a notebook's plotting backend: matplotlib may not find it, and files need none
+    os.environ.pop("MPLBACKEND", None)  # a notebook sets it to a backend that may be missing here; files need none
 
 import ale_py
 import gymnasium as gym
@@ -266,7 +266,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code (they leave a convolution's bias as it is)."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (which leaves a convolution's bias as it is)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -346,9 +346,9 @@ class MaskedAutoencoder(nn.Module):
         tokens = self.mask_token.repeat(len(x), self.num_patches, 1)  # (B, N, D)
         tokens[frame, ids] = x[:, 1:]
         x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
-        for block in self.decoder_blocks[:-1]:
+        *blocks, last = self.decoder_blocks
+        for block in blocks:
             x = block(x)
-        last = self.decoder_blocks[-1]
         if wanted is None:
             x = last(x)[:, 1:]  # without [cls]
         else:
@@ -527,9 +527,9 @@ class Replay:
             self.life += 1
         slot = self.slot = (self.slot + 1) % self.capacity
 
-        # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot: those of
-        # the old frame's life now miss it, and those of the new frame's life (one as long as the ring) would take the
-        # new frame for an early one. Neither may be drawn any more.
+        # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot. Those of
+        # the old frame's life now miss it. Those of the new frame's own life, if it has gone once around the ring,
+        # would show the new frame as one before theirs. Neither may be drawn any more.
         following = (slot - self.stack_offsets[:-1]) % self.capacity  # slot + 3, + 2, + 1 at S = 4
         misses_old = self.life_ids[following] == self.life_ids[slot]
         takes_new = self.life_ids[following] == self.life
@@ -628,10 +628,12 @@ class NoisyLinear(nn.Module):
             noise.copy_(noise.sign() * noise.abs().sqrt())
 
     def forward(self, x):
-        if not self.training:
-            return F.linear(x, self.weight_mu, self.bias_mu)
-        weight = torch.addcmul(self.weight_mu, self.weight_sigma, torch.outer(self.noise_out, self.noise_in))
-        bias = self.bias_mu + self.bias_sigma * self.noise_out
+        weight = self.weight_mu
+        bias = self.bias_mu
+        if self.training:
+            # addcmul: weight + sigma * f(e_out) f(e_in)^T
+            weight = torch.addcmul(weight, self.weight_sigma, torch.outer(self.noise_out, self.noise_in))
+            bias = bias + self.bias_sigma * self.noise_out
         return F.linear(x, weight, bias)
 
 
@@ -694,7 +696,8 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        # The same values; but the trunk's gradient, a sum of both streams', is divided by sqrt(2) (Wang et al. 2016).
+        # o - o.detach() is 0 but has o's gradient: the values stay, and the trunk's gradient, the sum of both streams',
+        # is divided by sqrt(2) (Wang et al. 2016).
         o = o.detach() + (o - o.detach()) / 2**0.5
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
@@ -741,8 +744,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
-    actions taken), grad_norm. A gradient that is not finite turns the weights to nan, and all gradients after it; main
-    looks at the gradients before it saves, since a look at each update would make a GPU wait."""
+    actions taken), grad_norm. It does not check that the gradient is finite, for which a GPU would have to be waited
+    for. If once it is not, the weights turn nan, and so do all later gradients: main checks these before it saves."""
     slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -779,7 +782,7 @@ def evaluate(args, network, preprocess):
     progress = tqdm(desc="evaluating")
     while len(playing):
         features, count = preprocess(observation[playing, 0])
-        if not recording:  # the first step: frames before the game are blank, count 0
+        if not recording:  # nothing is recorded before the first step: begin with blank frames, count 0
             stacks = features.new_zeros(G, args.frame_stack, *features.shape[1:])  # (G, S, *)
             counts = count.new_zeros(G, args.frame_stack)
         stacks = stacks.roll(-1, 1)  # the newest frame comes last, where the oldest was
@@ -890,7 +893,7 @@ def read_checkpoint(path, device="cpu"):
     except FileNotFoundError:
         fail(f"there is no file '{path}'; give another")
     except Exception as error:  # a damaged or foreign file can fail in any way
-        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file")
+        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file, or delete a run's own")
 
 
 def mae_sizes(args):
@@ -930,8 +933,9 @@ def fail(message):
 
 def parse_args():
     """The command line as Args; with --resume the arguments of that run, but for --device and --threads given here."""
-    # Args' base classes are the groups of --help; OmitArgPrefixes keeps their names out of the flags. DisallowNone:
-    # "--resume None" is a folder of that name.
+    # Args' base classes are the groups of --help: tyro fills a dict with one of each. OmitArgPrefixes keeps the groups'
+    # names out of the flags. FlagCreatePairsOff: no --no-X beside a flag --X. DisallowNone: "--resume None" is a folder
+    # of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
@@ -941,7 +945,9 @@ def parse_args():
         if not end.code:  # after --help
             print(commands)
         raise
-    args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
+    args = Args()
+    for part in parts.values():
+        vars(args).update(vars(part))
     if args.resume is None:
         return args
     given = {word[2:].partition("=")[0] for word in sys.argv if word.startswith("--")}
@@ -1070,8 +1076,9 @@ def pick_device(name):
         probe = torch.zeros(1, device=name)
         probe.double().item()  # fails on a device without float64, and on "meta", which has no values
         return probe.device
-    except Exception:
-        fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100]
+        fail(f"--device {name} cannot be used ({reason}); give auto, cpu, cuda or cuda:N")
 
 
 # -------------------------------------------------------------------------------------------------------------- 8. Main
@@ -1091,7 +1098,7 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or f"runs/{run_name}")
 
     # MAE-All's MAE is this run's own mae.pt (after a resume), else --mae-checkpoint, else one is pre-trained below.
-    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own: training changes them.
+    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own, so pre-training changes them too.
     if args.method == "mae-all":
         torch.manual_seed(args.seed)
         mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
@@ -1099,9 +1106,9 @@ if __name__ == "__main__":
         run_mae_path = run_dir / "mae.pt"
         source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
         if source_path is not None:
-            saved_mae |= load_mae(source_path, mae, args)  # among them the `args` it was made with
+            saved_mae |= load_mae(source_path, mae, args)  # its own `args` too: how it was made
     last_saved = "the last checkpoint"  # `stop` reads it
-    lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
+    lock = open_run(args, run_dir)  # the lock lasts while this file is open; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     if args.method == "mae-all":
         if source_path is None:
@@ -1140,7 +1147,7 @@ if __name__ == "__main__":
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     if args.compile:
-        c51_loss = torch.compile(c51_loss)  # `learn` calls it by this name
+        c51_loss = torch.compile(c51_loss)  # replaces the global function that `learn` calls
 
     # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: a
     # resume plays the game again, from its seed and its actions.
@@ -1177,7 +1184,7 @@ if __name__ == "__main__":
     eval_frequency = args.eval_frequency or args.total_timesteps
     eval_steps = [*range(eval_frequency, args.total_timesteps, eval_frequency), args.total_timesteps]
     for eval_step in eval_steps[len(run.evaluations) :]:  # after a resume, those that are not done
-        steps = range(run.saved_step, eval_step)
+        steps = range(run.saved_step, eval_step)  # none, and no bar, where only the evaluation is left
         progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step, disable=not steps)
         for step in progress:
             # Act.

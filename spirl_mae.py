@@ -48,7 +48,7 @@ from itertools import product
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ.pop("MPLBACKEND", None)  # a notebook's plotting backend: matplotlib may not find it, and files need none
+    os.environ.pop("MPLBACKEND", None)  # a notebook sets it to a backend that may be missing here; files need none
 
 import ale_py
 import gymnasium as gym
@@ -227,7 +227,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code (they leave a convolution's bias as it is)."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (which leaves a convolution's bias as it is)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -307,9 +307,9 @@ class MaskedAutoencoder(nn.Module):
         tokens = self.mask_token.repeat(len(x), self.num_patches, 1)  # (B, N, D)
         tokens[frame, ids] = x[:, 1:]
         x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
-        for block in self.decoder_blocks[:-1]:
+        *blocks, last = self.decoder_blocks
+        for block in blocks:
             x = block(x)
-        last = self.decoder_blocks[-1]
         if wanted is None:
             x = last(x)[:, 1:]  # without [cls]
         else:
@@ -436,11 +436,12 @@ def pretrain_mae(args, mae, frames, held_out, folder):
 def surrounding_patches(side):
     """surr(i, j): for each of the side**2 patches a list of the ids of the 8 around it (5 on an edge, 3 in a corner).
     The paper's formula, read literally, gives the four diagonal ones; its figures and the authors' code have all 8."""
+    places = np.arange(side**2).reshape(side, side)
     surroundings = []
     for row, column in product(range(side), repeat=2):
-        rows = range(max(0, row - 1), min(side, row + 2))
-        columns = range(max(0, column - 1), min(side, column + 2))
-        surroundings.append([side * i + j for i in rows for j in columns if (i, j) != (row, column)])
+        around = places[max(0, row - 1) : row + 2, max(0, column - 1) : column + 2].flatten().tolist()
+        around.remove(side * row + column)
+        surroundings.append(around)
     return surroundings
 
 
@@ -482,14 +483,12 @@ class ErrorMapCache:
         self.capacity = capacity
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
         # A patch on the edge has fewer than 8 neighbours: its list is filled up with copies of the first one. `present`
-        # is False for a copy: no token attends to it. (`decode` writes a copy's embedding to the first one's place;
-        # it is the same embedding.)
+        # is False for a copy: no token attends to it. (A copy's embedding equals the first one's, so it does no harm
+        # that `decode` writes both to the same place.)
         surroundings = surrounding_patches(mae.side)
-        eight = [ids + ids[:1] * (8 - len(ids)) for ids in surroundings]
-        present = [[i < len(ids) for i in range(8)] for ids in surroundings]
-        with mae.pos_embed.device:
-            self.surroundings = torch.tensor(eight)  # (N, 8)
-            self.present = torch.tensor(present)  # (N, 8)
+        with mae.pos_embed.device:  # both are made on the MAE's device
+            self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings])  # (N, 8)
+            self.present = torch.tensor([[i < len(ids) for i in range(8)] for ids in surroundings])  # (N, 8)
 
     @torch.no_grad()
     def __call__(self, frames):
@@ -554,8 +553,8 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
         return patch_ids, patch_ids.new_full((B,), max_patches)
     ascending = errors.double().sort(dim=1).values
     v = ascending / ascending.sum(1, keepdim=True)
-    slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1)
-    i = 1 + (slope[:, 1:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
+    slope = (v[:, 1:-1] + v[:, 2:]) * N / 2  # (B, N-2), for i = 1 ... N-2
+    i = 1 + (slope - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
     count = (N - i).clamp(max=max_patches)
     return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, count)
 
@@ -764,7 +763,7 @@ def read_checkpoint(path, device="cpu"):
     except FileNotFoundError:
         fail(f"there is no file '{path}'; give another")
     except Exception as error:  # a damaged or foreign file can fail in any way
-        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file")
+        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file, or delete a run's own")
 
 
 def mae_sizes(args):
@@ -796,8 +795,9 @@ def fail(message):
 
 def parse_args():
     """The command line as Args; with --resume the arguments of that run, but for --device and --threads given here."""
-    # Args' base classes are the groups of --help; OmitArgPrefixes keeps their names out of the flags. DisallowNone:
-    # "--resume None" is a folder of that name.
+    # Args' base classes are the groups of --help: tyro fills a dict with one of each. OmitArgPrefixes keeps the groups'
+    # names out of the flags. FlagCreatePairsOff: no --no-X beside a flag --X. DisallowNone: "--resume None" is a folder
+    # of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
@@ -807,7 +807,9 @@ def parse_args():
         if not end.code:  # after --help
             print(commands)
         raise
-    args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
+    args = Args()
+    for part in parts.values():
+        vars(args).update(vars(part))
     if args.resume is None:
         return args
     given = {word[2:].partition("=")[0] for word in sys.argv if word.startswith("--")}
@@ -923,8 +925,9 @@ def pick_device(name):
         probe = torch.zeros(1, device=name)
         probe.double().item()  # fails on a device without float64, and on "meta", which has no values
         return probe.device
-    except Exception:
-        fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100]
+        fail(f"--device {name} cannot be used ({reason}); give auto, cpu, cuda or cuda:N")
 
 
 # -------------------------------------------------------------------------------------------------------------- 7. Main
@@ -938,12 +941,12 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or f"runs/{run_name}")
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
-    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own: training changes them.
+    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own, so pre-training changes them too.
     saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
     if args.mae_checkpoint is not None:
-        saved_mae |= load_mae(args.mae_checkpoint, mae, args)  # among them the `args` it was made with
+        saved_mae |= load_mae(args.mae_checkpoint, mae, args)  # its own `args` too: how it was made
     last_saved = "the last checkpoint"  # `stop` reads it
-    lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
+    lock = open_run(args, run_dir)  # the lock lasts while this file is open; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     print(f"{sum(parameter.numel() for parameter in mae.parameters()):,} parameters")
 
@@ -1001,7 +1004,7 @@ if __name__ == "__main__":
         "ideal_max_ratio": ideal,
         "max_ratio": max_ratio,
         "kept_whole": kept_whole,
-        "pretraining_seconds": None if args.resume or args.mae_checkpoint else seconds,  # a resumed part is no measure
+        "pretraining_seconds": None if args.resume or args.mae_checkpoint else seconds,  # a resume times only its part
         "device": str(device),
         "versions": {package: version(package) for package in ("torch", "gymnasium", "ale-py", "numpy")},
     }

@@ -61,7 +61,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 if __name__ == "__main__":
-    os.environ.pop("MPLBACKEND", None)  # a notebook's plotting backend: matplotlib may not find it, and files need none
+    os.environ.pop("MPLBACKEND", None)  # a notebook sets it to a backend that may be missing here; files need none
 
 import ale_py
 import gymnasium as gym
@@ -284,7 +284,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code (they leave a convolution's bias as it is)."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (which leaves a convolution's bias as it is)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -364,9 +364,9 @@ class MaskedAutoencoder(nn.Module):
         tokens = self.mask_token.repeat(len(x), self.num_patches, 1)  # (B, N, D)
         tokens[frame, ids] = x[:, 1:]
         x = torch.cat([x[:, :1], tokens], 1) + self.decoder_pos_embed  # (B, 1+N, D)
-        for block in self.decoder_blocks[:-1]:
+        *blocks, last = self.decoder_blocks
+        for block in blocks:
             x = block(x)
-        last = self.decoder_blocks[-1]
         if wanted is None:
             x = last(x)[:, 1:]  # without [cls]
         else:
@@ -497,11 +497,12 @@ def pretrain_mae(args, mae, frames, held_out, folder):
 def surrounding_patches(side):
     """surr(i, j): for each of the side**2 patches a list of the ids of the 8 around it (5 on an edge, 3 in a corner).
     The paper's formula, read literally, gives the four diagonal ones; its figures and the authors' code have all 8."""
+    places = np.arange(side**2).reshape(side, side)
     surroundings = []
     for row, column in product(range(side), repeat=2):
-        rows = range(max(0, row - 1), min(side, row + 2))
-        columns = range(max(0, column - 1), min(side, column + 2))
-        surroundings.append([side * i + j for i in rows for j in columns if (i, j) != (row, column)])
+        around = places[max(0, row - 1) : row + 2, max(0, column - 1) : column + 2].flatten().tolist()
+        around.remove(side * row + column)
+        surroundings.append(around)
     return surroundings
 
 
@@ -520,14 +521,12 @@ class ErrorMapCache:
         self.capacity = capacity
         self.errors = OrderedDict()  # hash of (place, pixels): error; the oldest first
         # A patch on the edge has fewer than 8 neighbours: its list is filled up with copies of the first one. `present`
-        # is False for a copy: no token attends to it. (`decode` writes a copy's embedding to the first one's place;
-        # it is the same embedding.)
+        # is False for a copy: no token attends to it. (A copy's embedding equals the first one's, so it does no harm
+        # that `decode` writes both to the same place.)
         surroundings = surrounding_patches(mae.side)
-        eight = [ids + ids[:1] * (8 - len(ids)) for ids in surroundings]
-        present = [[i < len(ids) for i in range(8)] for ids in surroundings]
-        with mae.pos_embed.device:
-            self.surroundings = torch.tensor(eight)  # (N, 8)
-            self.present = torch.tensor(present)  # (N, 8)
+        with mae.pos_embed.device:  # both are made on the MAE's device
+            self.surroundings = torch.tensor([ids + ids[:1] * (8 - len(ids)) for ids in surroundings])  # (N, 8)
+            self.present = torch.tensor([[i < len(ids) for i in range(8)] for ids in surroundings])  # (N, 8)
 
     @torch.no_grad()
     def __call__(self, frames):
@@ -592,8 +591,8 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
         return patch_ids, patch_ids.new_full((B,), max_patches)
     ascending = errors.double().sort(dim=1).values
     v = ascending / ascending.sum(1, keepdim=True)
-    slope = (v[:, :-1] + v[:, 1:]) * N / 2  # (B, N-1)
-    i = 1 + (slope[:, 1:] - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
+    slope = (v[:, 1:-1] + v[:, 2:]) * N / 2  # (B, N-2), for i = 1 ... N-2
+    i = 1 + (slope - lorenz_slope).abs().argmin(1)  # argmin takes the first of equals
     count = (N - i).clamp(max=max_patches)
     return patch_ids, torch.where(ascending[:, 0] == ascending[:, -1], 1, count)
 
@@ -615,8 +614,9 @@ def embed_salient_patches(mae, error_map, max_patches, lorenz_slope, frames):
     counts (B,), on the MAE's device. Errors and selection are on the CPU, where the dict of known errors is."""
     frames = torch.from_numpy(frames)
     patch_ids, count = select_salient_patches(error_map(frames), max_patches, lorenz_slope)
-    frames, patch_ids, count = (x.to(mae.pos_embed.device) for x in (frames, patch_ids, count))
-    return encode_patches(mae, frames, patch_ids, count).half(), count
+    device = mae.pos_embed.device
+    count = count.to(device)
+    return encode_patches(mae, frames.to(device), patch_ids.to(device), count).half(), count
 
 
 def count_salient_patches(mae, frames, lorenz_slope):
@@ -682,9 +682,9 @@ class Replay:
             self.life += 1
         slot = self.slot = (self.slot + 1) % self.capacity
 
-        # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot: those of
-        # the old frame's life now miss it, and those of the new frame's life (one as long as the ring) would take the
-        # new frame for an early one. Neither may be drawn any more.
+        # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot. Those of
+        # the old frame's life now miss it. Those of the new frame's own life, if it has gone once around the ring,
+        # would show the new frame as one before theirs. Neither may be drawn any more.
         following = (slot - self.stack_offsets[:-1]) % self.capacity  # slot + 3, + 2, + 1 at S = 4
         misses_old = self.life_ids[following] == self.life_ids[slot]
         takes_new = self.life_ids[following] == self.life
@@ -783,10 +783,12 @@ class NoisyLinear(nn.Module):
             noise.copy_(noise.sign() * noise.abs().sqrt())
 
     def forward(self, x):
-        if not self.training:
-            return F.linear(x, self.weight_mu, self.bias_mu)
-        weight = torch.addcmul(self.weight_mu, self.weight_sigma, torch.outer(self.noise_out, self.noise_in))
-        bias = self.bias_mu + self.bias_sigma * self.noise_out
+        weight = self.weight_mu
+        bias = self.bias_mu
+        if self.training:
+            # addcmul: weight + sigma * f(e_out) f(e_in)^T
+            weight = torch.addcmul(weight, self.weight_sigma, torch.outer(self.noise_out, self.noise_in))
+            bias = bias + self.bias_sigma * self.noise_out
         return F.linear(x, weight, bias)
 
 
@@ -794,9 +796,12 @@ class SalientPatchTransformer(nn.Module):
     """Pools each frame's patches into one vector o_t and concatenates the stack's: (B, S, L, D), (B, S) -> (B, S*dim).
 
     Table 13: a linear projection, then one Transformer layer without residual connections over a trainable [cls] and
-    the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15). Rows past a
-    frame's count are padding: zeros (`padding="zero"`, Table 14) or a trainable [pad] ("token"), attended to and
-    averaged like patches; or masked out ("mask": before the softmax; the paper zeroes their weights after it)."""
+    the patches. o_t is its [cls] row (`pooling="cls"`) or the mean of its patch rows ("mean", Table 15). `padding` says
+    what the rows past a frame's count are (Table 14):
+      "zero"   zeros, attended to and averaged like patches
+      "token"  a trainable [pad], likewise
+      "mask"   neither attended to nor averaged (masked before the softmax; the paper zeroes their weights after it)
+    """
 
     def __init__(self, embed_dim=64, dim=32, heads=8, padding="zero", pooling="cls"):
         super().__init__()
@@ -826,7 +831,7 @@ class SalientPatchTransformer(nn.Module):
         rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # the [cls] row, or the patch rows
         z = self.block(x, attendable, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
         if self.pooling == "cls":
-            o = z
+            o = z  # (B, S, 1, dim), flattened below like the two others, (B, S, dim)
         elif self.padding == "mask":
             o = (z * present[..., None]).sum(2) / counts.clamp(min=1)[..., None]
         else:
@@ -851,7 +856,8 @@ class RainbowNetwork(nn.Module):
 
     def forward(self, *state):
         o = self.trunk(*state)
-        # The same values; but the trunk's gradient, a sum of both streams', is divided by sqrt(2) (Wang et al. 2016).
+        # o - o.detach() is 0 but has o's gradient: the values stay, and the trunk's gradient, the sum of both streams',
+        # is divided by sqrt(2) (Wang et al. 2016).
         o = o.detach() + (o - o.detach()) / 2**0.5
         value = self.value_out(F.relu(self.value_hidden(o)))[:, None]  # (B, 1, Z)
         advantage = self.advantage_out(F.relu(self.advantage_hidden(o)))
@@ -898,8 +904,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
-    actions taken), grad_norm. A gradient that is not finite turns the weights to nan, and all gradients after it; main
-    looks at the gradients before it saves, since a look at each update would make a GPU wait."""
+    actions taken), grad_norm. It does not check that the gradient is finite, for which a GPU would have to be waited
+    for. If once it is not, the weights turn nan, and so do all later gradients: main checks these before it saves."""
     slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -936,7 +942,7 @@ def evaluate(args, network, preprocess):
     progress = tqdm(desc="evaluating")
     while len(playing):
         features, count = preprocess(observation[playing, 0])
-        if not recording:  # the first step: frames before the game are blank, count 0
+        if not recording:  # nothing is recorded before the first step: begin with blank frames, count 0
             stacks = features.new_zeros(G, args.frame_stack, *features.shape[1:])  # (G, S, *)
             counts = count.new_zeros(G, args.frame_stack)
         stacks = stacks.roll(-1, 1)  # the newest frame comes last, where the oldest was
@@ -1056,7 +1062,7 @@ def read_checkpoint(path, device="cpu"):
     except FileNotFoundError:
         fail(f"there is no file '{path}'; give another")
     except Exception as error:  # a damaged or foreign file can fail in any way
-        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file")
+        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file, or delete a run's own")
 
 
 def mae_sizes(args):
@@ -1086,7 +1092,7 @@ def load_agent(path, args):
     content = read_checkpoint(path)
     if "max_patches" not in content:
         fail(f"{path} is not an agent.pt of this script; give another file")
-    flags = vars(Args()) | content["args"]  # an agent from before there was a flag was trained with its default
+    flags = vars(Args()) | content["args"]  # a flag newer than the agent had its default
     for name in ("env_id", *mae_sizes(args), *vars(SelectionArgs()), *vars(AgentArgs())):
         if flags[name] != getattr(args, name):
             fail(f"{path} was trained with --{name.replace('_', '-')} {flags[name]}; give it too (None: leave it out)")
@@ -1109,8 +1115,9 @@ def fail(message):
 
 def parse_args():
     """The command line as Args; with --resume the arguments of that run, but for --device and --threads given here."""
-    # Args' base classes are the groups of --help; OmitArgPrefixes keeps their names out of the flags. DisallowNone:
-    # "--resume None" is a folder of that name.
+    # Args' base classes are the groups of --help: tyro fills a dict with one of each. OmitArgPrefixes keeps the groups'
+    # names out of the flags. FlagCreatePairsOff: no --no-X beside a flag --X. DisallowNone: "--resume None" is a folder
+    # of that name.
     groups = {part.__name__.removesuffix("Args"): part() for part in Args.__bases__}
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     title, about, commands, *_ = __doc__.split("\n\n")  # the first paragraphs at the top of this file
@@ -1120,7 +1127,9 @@ def parse_args():
         if not end.code:  # after --help
             print(commands)
         raise
-    args = Args(**{name: value for part in parts.values() for name, value in vars(part).items()})
+    args = Args()
+    for part in parts.values():
+        vars(args).update(vars(part))
     if args.resume is None:
         return args
     given = {word[2:].partition("=")[0] for word in sys.argv if word.startswith("--")}
@@ -1245,8 +1254,9 @@ def pick_device(name):
         probe = torch.zeros(1, device=name)
         probe.double().item()  # fails on a device without float64, and on "meta", which has no values
         return probe.device
-    except Exception:
-        fail(f"--device {name} is not available; give auto, cpu, cuda or cuda:N ({torch.cuda.device_count()} GPUs)")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100]
+        fail(f"--device {name} cannot be used ({reason}); give auto, cpu, cuda or cuda:N")
 
 
 # -------------------------------------------------------------------------------------------------------------- 9. Main
@@ -1261,7 +1271,7 @@ if __name__ == "__main__":
     run_dir = Path(args.resume or f"runs/{run_name}")
 
     # The auto-encoder is this run's own mae.pt (after a resume), else --mae-checkpoint, else one is pre-trained below.
-    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own: training changes them.
+    # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own, so pre-training changes them too.
     torch.manual_seed(args.seed)
     mae = MaskedAutoencoder(**mae_sizes(args)).to(device)
     saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
@@ -1269,12 +1279,12 @@ if __name__ == "__main__":
     run_mae_path = run_dir / "mae.pt"
     source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
     if source_path is not None:
-        saved_mae |= load_mae(source_path, mae, args)  # among them the `args` it was made with
+        saved_mae |= load_mae(source_path, mae, args)  # its own `args` too: how it was made
         if max_ratio is None and saved_mae.get("salient_counts", {}).get("lorenz_slope") != args.lorenz_slope:
             fail(f"{source_path} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
     trained = load_agent(args.agent_checkpoint, args) if args.agent_checkpoint is not None else None
     last_saved = "the last checkpoint"  # `stop` reads it
-    lock = open_run(args, run_dir)  # kept, it holds the lock; nothing is created before this
+    lock = open_run(args, run_dir)  # the lock lasts while this file is open; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")
     if source_path is None:
         num_frames = args.mae_frames or PAPER_MAE_FRAMES.get(args.env_id, 50_000)
@@ -1313,7 +1323,7 @@ if __name__ == "__main__":
     generator = torch.Generator(device).manual_seed(game_seeds(args.seed, LEARN).item())  # noise and sampling
     online.resample_noise(generator)  # to act with until the first update draws anew
     if args.compile:
-        c51_loss = torch.compile(c51_loss)  # `learn` calls it by this name
+        c51_loss = torch.compile(c51_loss)  # replaces the global function that `learn` calls
 
     # The run's progress; `score` and `actions` are of the game being played. The emulator's state is not saved: a
     # resume plays the game again, from its seed and its actions.
@@ -1355,7 +1365,7 @@ if __name__ == "__main__":
         run.saved_step = trained["step"]
         eval_steps = [run.saved_step]
     for eval_step in eval_steps[len(run.evaluations) :]:  # after a resume, those that are not done
-        steps = range(run.saved_step, eval_step)
+        steps = range(run.saved_step, eval_step)  # none, and no bar, where only the evaluation is left
         progress = tqdm(steps, "training", args.total_timesteps, initial=run.saved_step, disable=not steps)
         for step in progress:
             # Act.

@@ -17,10 +17,10 @@ WATCH = ["--mae-checkpoint", "right.pt", "--agent-checkpoint"]
 
 COMMON = [
     (["--env-id", "ALE/Frostbit-v5"], "--env-id ALE/Frostbit-v5 is not an Atari game .* ALE/Frostbite-v5"),
-    (["--device", "cuda:99"], "--device cuda:99 is not available; give auto, cpu"),
+    (["--device", "cuda:99"], r"--device cuda:99 cannot be used \(.*\); give auto, cpu"),
     (["--run-name", "taken"], "--run-name taken: runs/taken already exists; give another name"),
     (["--resume", "nowhere", "--seed", "2"], "--resume uses the run's own arguments"),
-    (["--device", "meta"], "--device meta is not available; give auto, cpu"),
+    (["--device", "meta"], r"--device meta cannot be used \(.*meta.*\); give auto, cpu"),
 ]
 for name in ("nowhere", "damaged", "other", "null", "None", ""):
     COMMON.append((["--resume", name], f"--resume {name} is not the folder of an unfinished run"))
@@ -41,7 +41,7 @@ OF_MAE = [
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
 ]
 for name in (".", "empty.pt", "cut.pt", "random.pt", "code.pt"):
-    message = rf"{name} cannot be read as a checkpoint \(\w+Error\); give another file$"
+    message = rf"{name} cannot be read as a checkpoint \(\w+Error\); give another file, or delete a run's own$"
     OF_MAE.append((["--mae-checkpoint", name], message))
 OF_SELECTION = [(["--max-ratio", "0.001"], "--max-ratio 0.001 must keep at least one of 144")]
 OF_AGENT = [
