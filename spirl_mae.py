@@ -763,7 +763,7 @@ def read_checkpoint(path, device="cpu"):
     except FileNotFoundError:
         fail(f"there is no file '{path}'; give another")
     except Exception as error:  # a damaged or foreign file can fail in any way
-        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another file, or delete a run's own")
+        fail(f"{path} cannot be read as a checkpoint ({type(error).__name__}); give another, or delete a run's own")
 
 
 def mae_sizes(args):

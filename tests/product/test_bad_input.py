@@ -41,7 +41,7 @@ OF_MAE = [
     (["--mae-checkpoint", "empty.pt", "--mae-epochs", "10"], "--mae-epochs is for pre-training"),
 ]
 for name in (".", "empty.pt", "cut.pt", "random.pt", "code.pt"):
-    message = rf"{name} cannot be read as a checkpoint \(\w+Error\); give another file, or delete a run's own$"
+    message = rf"{name} cannot be read as a checkpoint \(\w+Error\); give another, or delete a run's own$"
     OF_MAE.append((["--mae-checkpoint", name], message))
 OF_SELECTION = [(["--max-ratio", "0.001"], "--max-ratio 0.001 must keep at least one of 144")]
 OF_AGENT = [
