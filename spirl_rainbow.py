@@ -904,8 +904,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
-    actions taken), grad_norm. It does not check that the gradient is finite, for which a GPU would have to be waited
-    for. If once it is not, the weights turn nan, and so do all later gradients: main checks these before it saves."""
+    actions taken), grad_norm. It does not check that the gradient is finite: each update would wait for the GPU. If
+    once it is not, the weights turn nan, and so do all later gradients: main checks these before it saves."""
     slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)

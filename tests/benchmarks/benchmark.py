@@ -121,6 +121,7 @@ def error_map(args, device):
             synchronize(device)
             if late:
                 plain_seconds.append(time.perf_counter() - start)
+            plain = plain.cpu()  # as the cached errors are
             compared += 1
             largest = max(largest, (plain - cached).abs().max().item())
             counts = [int(spirl.select_salient_patches(errors, 144)[1]) for errors in (plain, cached)]

@@ -22,7 +22,7 @@ def test_the_cache_equals_the_plain_map(trained_mae, random_play):
     cache = spirl.ErrorMapCache(mae)
     for frames in random_play.values():
         frames = torch.from_numpy(frames[100:500:40].copy()).to("cuda")
-        plain = spirl_mae.reconstruction_error_map(mae, frames)
+        plain = spirl_mae.reconstruction_error_map(mae, frames).cpu()  # the cache's errors are on the CPU
         for _ in range(2):
             assert (cache(frames) - plain).abs().max() < 1e-4
 
@@ -48,18 +48,22 @@ def test_a_run_is_killed_and_goes_on(tmp_path, script, flags):
 
 @in_background
 def waits(folder):
-    """The script's lines at which a step waits for the GPU, and how often in each of steps 40 to 58, of SPIRL and of
-    DE-Rainbow: {script: {line: {step: times}}}."""
+    """The lines at which a step waits for the GPU, and how often in each of steps 40 to 58: {method: {line: {step:
+    times}}}; nothing of a method without any."""
     found = {}
     short = "--learning-starts 25 --total-timesteps 60 --eval-episodes 1 --max-episode-frames 120".split()
-    runs = [("spirl_rainbow.py", SMALL + short), ("spirl_mae.py", SIZES + PRETRAINING)]
-    runs += [("spirl_baselines.py", flags + short) for flags in (PLAY, [*SMALL, "--method", "mae-all"])]
-    for script, flags in runs:
+    runs = {
+        "SPIRL": ("spirl_rainbow.py", SMALL + short),
+        "DE-Rainbow": ("spirl_baselines.py", PLAY + short),
+        "MAE-All": ("spirl_baselines.py", [*SMALL, "--method", "mae-all", *short]),
+        "pre-training alone": ("spirl_mae.py", SIZES + PRETRAINING),
+    }
+    for method, (script, flags) in runs.items():
         done = run(folder, ROOT / script, *flags, *GPU, script="tests/product/pretend_gpu.py")
         assert done.returncode == 0, done.stderr[-3000:]
         for step, times, line in re.findall(r"^wait\t(\d+)\t(\d+)\t(.*)$", done.stdout, re.M):
             if 40 <= int(step) < 59:
-                found.setdefault(script, {}).setdefault(line, {})[int(step)] = int(times)
+                found.setdefault(method, {}).setdefault(line, {})[int(step)] = int(times)
     return found
 
 
@@ -67,6 +71,10 @@ def waits(folder):
 def test_a_step_waits_for_the_gpu_only_for_new_errors_and_for_the_action(waits):
     action = "action = int(online.q_values(*state).argmax())"
     errors = "self.errors.update(zip(new, computed.tolist()))"
-    assert waits["spirl_rainbow.py"].keys() == {action, errors} and waits["spirl_baselines.py"].keys() == {action}
-    assert all(waits[script][action] == {step: 1 for step in range(40, 59)} for script in waits)
-    assert set(waits["spirl_rainbow.py"][errors].values()) <= {1, 2}  # two where a game is cut off
+    assert {method: waits[method].keys() for method in waits} == {
+        "SPIRL": {action, errors},
+        "DE-Rainbow": {action},
+        "MAE-All": {action},
+    }
+    assert all(waits[method][action] == {step: 1 for step in range(40, 59)} for method in waits)
+    assert set(waits["SPIRL"][errors].values()) <= {1, 2}  # two where a game is cut off
