@@ -29,10 +29,12 @@ ABLATIONS = {  # SPIRL's runs on Seaquest with one flag: the folder, the flag, t
     ROOT / "tests/results/fixed": ("--selection fixed", "496.3 (90.1)"),
     ROOT / "tests/results/mask": ("--padding mask", "494.4 (154.8)"),
 }
-MAES = {  # what Ms. Pac-Man's MAE has seen: the folder of SPIRL's runs with it
-    "first lives, 50,000 frames, 8 epochs: `tests/weights/`": FOLDER,
-    "whole games, bfloat16, else the same: that of commit 2bb6831": ROOT / "tests/results/whole_games",
-    "whole games, 100,000 frames, 16 epochs": ROOT / "tests/results/wide_mae",
+MAES = {  # what Ms. Pac-Man's MAE has seen, the agent's initial weights: the folder of SPIRL's runs with both
+    ("first lives, 50,000 frames, 8 epochs: `tests/weights/`", "PyTorch's"): FOLDER,
+    ("the same", "Xavier's"): EARLIER,
+    ("whole games, bfloat16, else the same: that of commit 2bb6831", "PyTorch's"): ROOT / "tests/results/whole_games",
+    ("whole games, as above", "Xavier's"): ROOT / "tests/results/whole_games_xavier",
+    ("whole games, 100,000 frames, 16 epochs", "PyTorch's"): ROOT / "tests/results/wide_mae",
 }
 SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "de-rainbow-p": spirl_baselines,
            "mae-all": spirl_baselines}
@@ -188,13 +190,13 @@ def ablations(runs):
 
 def maes(runs):
     """SPIRL on Ms. Pac-Man with the MAE of tests/weights/ and with others: each seed's score, and their means."""
-    rows = ["| what the MAE has seen | SPIRL on Ms. Pac-Man: each seed | mean | the last ten training games, mean |",
-            "|---|---|---|---|"]
-    for mae, folder in MAES.items():
+    rows = ["| what the MAE has seen | initial weights | SPIRL on Ms. Pac-Man: each seed | mean | "
+            "the last ten training games, mean |", "|---|---|---|---|---|"]
+    for (mae, start), folder in MAES.items():
         seeds = read(folder)["MsPacman", "spirl"]
         means = [results["mean"] for results in seeds]
         training = np.mean([last_ten_games(results, [100_000]) for results in seeds])
-        rows.append(f"| {mae} | {', '.join(map(str, means))} | {np.mean(means):.1f} | {training:.0f} |")
+        rows.append(f"| {mae} | {start} | {', '.join(map(str, means))} | {np.mean(means):.1f} | {training:.0f} |")
     return "\n".join(rows)
 
 
