@@ -666,6 +666,7 @@ class PatchTransformer(nn.Module):
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
+        # PyTorch's initial weights, as SPIRL's, so that only the patches differ.
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the N patches (B*S, 1+N, dim)."""

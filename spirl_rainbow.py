@@ -812,7 +812,8 @@ class SalientPatchTransformer(nn.Module):
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
-        # Not `initialize`: with zero biases padding would reach LayerNorm as exact zeros, where its slope is 1000.
+        # PyTorch's initial weights, not `initialize` as in the authors' code: with zero biases a padded row would enter
+        # LayerNorm as exact zeros, where its slope is 1 / sqrt(1e-6) = 1000.
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not

@@ -34,7 +34,7 @@ MAES = {  # what Ms. Pac-Man's MAE has seen, the agent's initial weights: the fo
     ("the same", "Xavier's"): EARLIER,
     ("whole games, bfloat16, else the same: that of commit 2bb6831", "PyTorch's"): ROOT / "tests/results/whole_games",
     ("whole games, as above", "Xavier's"): ROOT / "tests/results/whole_games_xavier",
-    ("whole games, 100,000 frames, 16 epochs", "PyTorch's"): ROOT / "tests/results/wide_mae",
+    ("whole games, 100,000 frames, 16 epochs", "PyTorch's"): ROOT / "tests/results/twice_the_frames",
 }
 SCRIPTS = {"spirl": spirl_rainbow, "de-rainbow": spirl_baselines, "de-rainbow-p": spirl_baselines,
            "mae-all": spirl_baselines}
