@@ -86,7 +86,7 @@ class RunArgs:
     method: Literal["de-rainbow", "de-rainbow-p", "mae-all"] = "de-rainbow"
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or facebookresearch/mae's
+    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or the authors' own
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -150,7 +150,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations; the best median counts (400K: 50,000, ours); 0: one at the end
+    eval_frequency: int = 0  # steps between evaluations; the best median is reported; 0: only one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -205,9 +205,8 @@ def game_seeds(seed, *purpose, num=1):
 
 
 # -------------------------------------------------------------------------------------------- 3. Model and pre-training
-# The same text as in spirl_mae.py, but for `embed_all_patches` and `prepare_pixels`: whoever has read it there may go
-# on with section 4. Sections 4 and 5 are 5 and 6 of spirl_rainbow.py, but for `DataEfficientCNN` and
-# `PatchTransformer`.
+# The same text as in spirl_mae.py, then `embed_all_patches` and `prepare_pixels`: whoever has read it there may go on
+# with these. Sections 4 and 5 are 5 and 6 of spirl_rainbow.py, but for `DataEfficientCNN` and `PatchTransformer`.
 
 
 def sincos_positions(dim, side):
@@ -266,7 +265,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code (which leaves a convolution's bias as it is)."""
+    """Xavier-uniform weights and zero biases, as in the authors' code, but for a convolution's bias: zero here, too."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -274,8 +273,8 @@ def initialize(layer):
 
 class MaskedAutoencoder(nn.Module):
     """A small MAE (He et al. 2022; Table 4): a narrow encoder sees some patches, a wider decoder rebuilds all of them.
-    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load.
-    Raises ValueError unless image_size is a multiple of patch_size."""
+    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load,
+    at the same sizes. Raises ValueError unless image_size is a multiple of patch_size."""
 
     def __init__(
         self,
@@ -562,7 +561,8 @@ class Replay:
         self.priorities[self.pending.pop(0)] = self.max_priority
 
     def stacks(self, slots):
-        """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S)."""
+        """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S). Where
+        a count is 0 the frame is of another life, if of any: the network puts zeros in its place."""
         window = (slots[:, None] + self.stack_offsets) % self.capacity  # (B, S)
         same_life = self.life_ids[window] == self.life_ids[slots][:, None]
         return self.frames[window], self.counts[window] * same_life
@@ -670,7 +670,7 @@ class PatchTransformer(nn.Module):
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the N patches (B*S, 1+N, dim)."""
-        x = embeddings.float() * (counts > 0)[..., None, None]
+        x = embeddings.float() * (counts > 0)[..., None, None]  # zeros where the count is set to 0
         x = self.project(x).flatten(0, 1)  # (B*S, N, dim)
         cls = self.cls_token.expand(len(x), -1, -1)
         return torch.cat([cls, x], 1)
@@ -780,10 +780,11 @@ def evaluate(args, network, preprocess):
     actions = np.zeros(G, int)
     playing = np.arange(G)  # the games that are not over
     recording = []
+    stacks = None
     progress = tqdm(desc="evaluating")
     while len(playing):
         features, count = preprocess(observation[playing, 0])
-        if not recording:  # nothing is recorded before the first step: begin with blank frames, count 0
+        if stacks is None:  # the first step: begin with blank frames, count 0
             stacks = features.new_zeros(G, args.frame_stack, *features.shape[1:])  # (G, S, *)
             counts = count.new_zeros(G, args.frame_stack)
         stacks = stacks.roll(-1, 1)  # the newest frame comes last, where the oldest was

@@ -8,13 +8,14 @@ takes the mae.pt that this saves.
 
     The paper's pre-training, on Frostbite:
         python spirl_mae.py
-    Another game, as the MAEs of tests/weights/ were made:
+    Another game, as the MAEs of tests/weights/ were made (Frostbite's: 50 epochs):
         python spirl_mae.py --env-id ALE/Pong-v5 --mae-epochs 8 --mae-mask-spread 0.21
     Draw what a MAE that is here already finds salient:
         python spirl_mae.py --mae-checkpoint tests/weights/Frostbite.pt --mae-frames 500
 
 Sections: 1 arguments, 2 environment, 3 model and pre-training, 4 selection, 5 figures, 6 files and the command line,
-7 main.
+7 main. What the three scripts share has the same text in each, so some of it here is for the other two alone:
+`residual`, the random streams from PLAY on, words on the replay and the learner, the yellow of `mark_patches`.
 
 Shape letters, with their values at the paper's sizes:
     B     batch (64)
@@ -73,7 +74,7 @@ class RunArgs:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or facebookresearch/mae's
+    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or the authors' own
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -227,7 +228,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code (which leaves a convolution's bias as it is)."""
+    """Xavier-uniform weights and zero biases, as in the authors' code, but for a convolution's bias: zero here, too."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -235,8 +236,8 @@ def initialize(layer):
 
 class MaskedAutoencoder(nn.Module):
     """A small MAE (He et al. 2022; Table 4): a narrow encoder sees some patches, a wider decoder rebuilds all of them.
-    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load.
-    Raises ValueError unless image_size is a multiple of patch_size."""
+    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load,
+    at the same sizes. Raises ValueError unless image_size is a multiple of patch_size."""
 
     def __init__(
         self,
@@ -533,16 +534,16 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
     `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
-      1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
-         x, the share of the patches, is the Lorenz curve, from (0, 0) to (1, 1). It is convex (the paper says
-         concave), the salient patches at its steep right end.
-      2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
-      3. Of i = 1 ... N-2 take the one whose slope is closest to lorenz_slope, the smallest among equals.
+      1. Sort the N errors in ascending order and divide them by their sum (the paper's formula does not): v_0 ...
+         v_{N-1}. Their running sum over x, the share of the patches, is the Lorenz curve, from (0, 0) to (1, 1). It is
+         convex (the paper says concave), the salient patches at its steep right end.
+      2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 1 ... N-2.
+      3. Take the i whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors, at most max_patches; K = 1 where all errors are equal.
     In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and up to two more
     (more only where errors are equal); at most max_patches, and never all N.
-    Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
-    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
+    Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 9 36
+    sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     N is at least 3; raises ValueError unless 1 <= max_patches <= N.
     """
     B, N = errors.shape
@@ -1017,4 +1018,4 @@ if __name__ == "__main__":
     if kept_whole > args.coverage:
         print(f"mr* ({ideal:.0%}) keeps {kept_whole:.2%} of the frames whole; see {run_dir}/figures")
     else:
-        print(f"no ratio up to 95 % keeps enough frames whole: pre-train longer (--mae-epochs); see {run_dir}/figures")
+        print(f"no ratio up to 95 % keeps enough frames whole: try --mae-mask-spread 0.21; see {run_dir}/figures")

@@ -86,7 +86,7 @@ class RunArgs:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or facebookresearch/mae's
+    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or the authors' own
     agent_checkpoint: str | None = None  # an agent.pt to watch, without training, with its MAE as --mae-checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
@@ -122,7 +122,7 @@ class PretrainingArgs:
 class SelectionArgs:
     """Which patches of a frame are salient."""
 
-    selection: Literal["dynamic", "fixed"] = "dynamic"  # K by the frame's Lorenz curve, or always the maximum
+    selection: Literal["dynamic", "fixed"] = "dynamic"  # how many patches, K: by a frame's errors, or the maximum
     # largest share of patches kept; if not given, Table 13's or, for other games, mr*, the smallest of 5 %, 10 %, ...
     # that keeps all salient patches of nearly all frames of random play
     max_ratio: float | None = None
@@ -135,8 +135,8 @@ class SelectionArgs:
 class AgentArgs:
     """What the agent is made of."""
 
-    padding: Literal["zero", "token", "mask"] = "zero"  # rows past K: zeros, a trainable [pad], or masked (Table 14)
-    pooling: Literal["cls", "mean"] = "cls"  # a frame's vector: that of a [cls], or the patches' mean (Table 15)
+    padding: Literal["zero", "token", "mask"] = "zero"  # rows with no patch: zeros, a trainable [pad], masked: Table 14
+    pooling: Literal["cls", "mean"] = "cls"  # a frame's vector: that of a [cls], or the mean of all rows (Table 15)
     agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
     agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
     frame_stack: int = 4  # last frames that the agent sees together (Table 9)
@@ -166,7 +166,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations; the best median counts (400K: 50,000, ours); 0: one at the end
+    eval_frequency: int = 0  # steps between evaluations; the best median is reported; 0: only one, at the end
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -284,7 +284,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code (which leaves a convolution's bias as it is)."""
+    """Xavier-uniform weights and zero biases, as in the authors' code, but for a convolution's bias: zero here, too."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -292,8 +292,8 @@ def initialize(layer):
 
 class MaskedAutoencoder(nn.Module):
     """A small MAE (He et al. 2022; Table 4): a narrow encoder sees some patches, a wider decoder rebuilds all of them.
-    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load.
-    Raises ValueError unless image_size is a multiple of patch_size."""
+    790,784 trainable parameters at the paper's sizes. Module names are facebookresearch/mae's: its state dicts load,
+    at the same sizes. Raises ValueError unless image_size is a multiple of patch_size."""
 
     def __init__(
         self,
@@ -571,16 +571,16 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
 
     The first count ids of a row are the selected ones, largest error first, the lower id first among equals. With
     `lorenz_slope=None` count is max_patches (fixed K). Otherwise it is dynamic-K, for each frame:
-      1. Sort the N errors in ascending order and divide them by their sum: v_0 ... v_{N-1}. Their running sum over
-         x, the share of the patches, is the Lorenz curve, from (0, 0) to (1, 1). It is convex (the paper says
-         concave), the salient patches at its steep right end.
-      2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 0 ... N-2.
-      3. Of i = 1 ... N-2 take the one whose slope is closest to lorenz_slope, the smallest among equals.
+      1. Sort the N errors in ascending order and divide them by their sum (the paper's formula does not): v_0 ...
+         v_{N-1}. Their running sum over x, the share of the patches, is the Lorenz curve, from (0, 0) to (1, 1). It is
+         convex (the paper says concave), the salient patches at its steep right end.
+      2. The curve's slope over the two steps from i is (v_i + v_{i+1}) N/2, for i = 1 ... N-2.
+      3. Take the i whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors, at most max_patches; K = 1 where all errors are equal.
     In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and up to two more
     (more only where errors are equal); at most max_patches, and never all N.
-    Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 6 9
-    36 sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
+    Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 9 36
+    sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     N is at least 3; raises ValueError unless 1 <= max_patches <= N.
     """
     B, N = errors.shape
@@ -717,7 +717,8 @@ class Replay:
         self.priorities[self.pending.pop(0)] = self.max_priority
 
     def stacks(self, slots):
-        """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S)."""
+        """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S). Where
+        a count is 0 the frame is of another life, if of any: the network puts zeros in its place."""
         window = (slots[:, None] + self.stack_offsets) % self.capacity  # (B, S)
         same_life = self.life_ids[window] == self.life_ids[slots][:, None]
         return self.frames[window], self.counts[window] * same_life
@@ -819,7 +820,7 @@ class SalientPatchTransformer(nn.Module):
         """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
         padding (B, S, L)."""
         present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, S, L)
-        x = embeddings.float() * present[..., None]
+        x = embeddings.float() * present[..., None]  # zeros past K, so everywhere where K is set to 0
         if self.padding == "token":
             x = x + self.pad * ~present[..., None]
         x = self.project(x).flatten(0, 1)  # (B*S, L, dim)
@@ -940,10 +941,11 @@ def evaluate(args, network, preprocess):
     actions = np.zeros(G, int)
     playing = np.arange(G)  # the games that are not over
     recording = []
+    stacks = None
     progress = tqdm(desc="evaluating")
     while len(playing):
         features, count = preprocess(observation[playing, 0])
-        if not recording:  # nothing is recorded before the first step: begin with blank frames, count 0
+        if stacks is None:  # the first step: begin with blank frames, count 0
             stacks = features.new_zeros(G, args.frame_stack, *features.shape[1:])  # (G, S, *)
             counts = count.new_zeros(G, args.frame_stack)
         stacks = stacks.roll(-1, 1)  # the newest frame comes last, where the oldest was
@@ -1307,7 +1309,7 @@ if __name__ == "__main__":
     envs = make_envs(args, 1)
     num_actions = envs.single_action_space.n
     error_map = ErrorMapCache(mae)
-    preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)  # frames -> patches, K
+    preprocess = partial(embed_salient_patches, mae, error_map, max_patches, lorenz_slope)  # frames -> embeddings, K
     trunk = SalientPatchTransformer(args.encoder_dim, args.agent_dim, args.agent_heads, args.padding, args.pooling)
     trunk_dim = args.frame_stack * args.agent_dim
     frame_shape = (max_patches, args.encoder_dim)
@@ -1453,7 +1455,7 @@ if __name__ == "__main__":
             save(trained or agent, run_dir / "agent.pt")  # a watched agent is copied as it is
             marked = []
             for frame, state in recording:
-                errors = error_map(torch.from_numpy(frame[None]))
+                errors = error_map(torch.from_numpy(frame[None]))  # again, from the cache: a state has no patch ids
                 patch_ids, _ = select_salient_patches(errors, max_patches, lorenz_slope)
                 marked.append((frame, *attended_patches(trunk, state, patch_ids)))
             draw_policy_attention(marked, mae.side, run_dir / "figures/policy_attention.png")
