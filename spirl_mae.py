@@ -228,7 +228,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code, but for a convolution's bias: zero here, too."""
+    """Xavier-uniform weights and zero biases, as in the authors' code, which leaves a convolution's bias as it is."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -1018,4 +1018,4 @@ if __name__ == "__main__":
     if kept_whole > args.coverage:
         print(f"mr* ({ideal:.0%}) keeps {kept_whole:.2%} of the frames whole; see {run_dir}/figures")
     else:
-        print(f"no ratio up to 95 % keeps enough frames whole: try --mae-mask-spread 0.21; see {run_dir}/figures")
+        print(f"no ratio up to 95 % is enough: pre-train longer, or with a mask spread; see {run_dir}/figures")

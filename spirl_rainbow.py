@@ -135,8 +135,8 @@ class SelectionArgs:
 class AgentArgs:
     """What the agent is made of."""
 
-    padding: Literal["zero", "token", "mask"] = "zero"  # rows with no patch: zeros, a trainable [pad], masked: Table 14
-    pooling: Literal["cls", "mean"] = "cls"  # a frame's vector: that of a [cls], or the mean of all rows (Table 15)
+    padding: Literal["zero", "token", "mask"] = "zero"  # rows past K: zeros, a trainable [pad], or masked (Table 14)
+    pooling: Literal["cls", "mean"] = "cls"  # a frame's vector: that of a [cls], or its rows' mean (Table 15)
     agent_dim: int = 32  # width that a patch's embedding is projected to (Table 13)
     agent_heads: int = 8  # attention heads of the agent's single Transformer layer (Table 13)
     frame_stack: int = 4  # last frames that the agent sees together (Table 9)
@@ -166,7 +166,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations; the best median is reported; 0: only one, at the end
+    eval_frequency: int = 0  # steps between evaluations; the best median counts; 0: only one, at the end, its mean
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -284,7 +284,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code, but for a convolution's bias: zero here, too."""
+    """Xavier-uniform weights and zero biases, as in the authors' code, which leaves a convolution's bias as it is."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -718,7 +718,7 @@ class Replay:
 
     def stacks(self, slots):
         """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S). Where
-        a count is 0 the frame is of another life, if of any: the network puts zeros in its place."""
+        a count is 0 the frame is of another life, if of any, and not to be used: the network takes it as blank."""
         window = (slots[:, None] + self.stack_offsets) % self.capacity  # (B, S)
         same_life = self.life_ids[window] == self.life_ids[slots][:, None]
         return self.frames[window], self.counts[window] * same_life
