@@ -265,7 +265,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code, which leaves a convolution's bias as it is."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (there a convolution keeps its own bias)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -670,7 +670,7 @@ class PatchTransformer(nn.Module):
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the N patches (B*S, 1+N, dim)."""
-        x = embeddings.float() * (counts > 0)[..., None, None]  # zeros where the count is set to 0
+        x = embeddings.float() * (counts > 0)[..., None, None]  # zeros where `stacks` sets the count to 0
         x = self.project(x).flatten(0, 1)  # (B*S, N, dim)
         cls = self.cls_token.expand(len(x), -1, -1)
         return torch.cat([cls, x], 1)

@@ -228,7 +228,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code, which leaves a convolution's bias as it is."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (there a convolution keeps its own bias)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)

@@ -284,7 +284,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code, which leaves a convolution's bias as it is."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (there a convolution keeps its own bias)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -820,7 +820,7 @@ class SalientPatchTransformer(nn.Module):
         """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
         padding (B, S, L)."""
         present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, S, L)
-        x = embeddings.float() * present[..., None]  # zeros past K, so everywhere where K is set to 0
+        x = embeddings.float() * present[..., None]  # zeros past K, which `stacks` sets to 0 for another life
         if self.padding == "token":
             x = x + self.pad * ~present[..., None]
         x = self.project(x).flatten(0, 1)  # (B*S, L, dim)
