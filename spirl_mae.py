@@ -74,7 +74,7 @@ class RunArgs:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or the authors' own
+    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or the authors' checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
     device: str = "auto"  # auto (CUDA if there is one, else cpu), cpu, cuda or cuda:N; an error if missing
@@ -188,7 +188,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. `rows` indexes the tokens (B, T) of which z is wanted, by default all; these still attend to every token."""
+    False. z is computed for the tokens x[rows] only, by default all; these still attend to every token."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -593,8 +593,8 @@ BLUE, VERMILION, ORANGE = "#0072b2", "#d55e00", "#e69f00"  # safe for colour-bli
 
 @torch.no_grad()
 def decoder_pictures(mae):
-    """What the decoder paints without a single patch (Fig. 2, columns 4 to 6), three (N, C): its tokens are
-    [mask] + positions, positions alone, or [mask] alone, without [cls], as in the authors' code."""
+    """What the decoder paints without a single patch, nor [cls], as in the authors' code: three (N, C), for the tokens
+    [mask] + positions, positions alone and [mask] alone (Fig. 2, columns 4 to 6)."""
     positions = mae.decoder_pos_embed[:, 1:]  # (1, N, D)
     pictures = []
     for x in (mae.mask_token + positions, positions, mae.mask_token.expand_as(positions)):
@@ -605,7 +605,7 @@ def decoder_pictures(mae):
 
 
 def paint(patches, side):
-    """A picture (H, W, 3) in [0, 1] of normalised patches (N, C): 0 is grey, 2.5 standard deviations black or white."""
+    """A picture (H, W, 3) in [0, 1] of normalised patches (N, C): -2.5 is black, 0 grey, 2.5 white."""
     size = math.isqrt(patches.shape[1] // 3)
     grid = patches.view(side, side, size, size, 3)  # (row of patches, column of patches, row, column, colour)
     picture = grid.transpose(1, 2).reshape(side * size, side * size, 3)
@@ -668,7 +668,7 @@ def mark_patches(frame, selected, attended, side):
 
 def draw_selection(mae, frames, errors, fixed_ratios, lorenz_slope):
     """Fig. 3 for uint8 frames (B, H, W, 3) and their errors (B, N), one frame a column: the Lorenz curve with
-    dynamic-K's point, its patches, and those of two fixed K."""
+    dynamic-K's cut, the patches that it keeps, and those of two fixed K."""
     N = mae.num_patches
     patch_ids, count = select_salient_patches(errors, N, lorenz_slope)
     figure = Figure(figsize=(3.6 * len(frames), 15.4), layout="constrained")
@@ -775,7 +775,7 @@ def mae_sizes(args):
 
 def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in
-    mae.pt, or {} for another's. Exits with status 2 if it does not fit."""
+    mae.pt, or {} for theirs. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
     for name, value in made_for.items():
@@ -945,7 +945,7 @@ if __name__ == "__main__":
     # `saved_mae` is what mae.pt will hold. Its tensors are the MAE's own, so pre-training changes them too.
     saved_mae = {"model": mae.state_dict(), "sizes": mae_sizes(args), "env_id": args.env_id, "args": vars(args)}
     if args.mae_checkpoint is not None:
-        saved_mae |= load_mae(args.mae_checkpoint, mae, args)  # its own `args` too: how it was made
+        saved_mae |= load_mae(args.mae_checkpoint, mae, args)  # the file's `args` too: how it was made
     last_saved = "the last checkpoint"  # `stop` reads it
     lock = open_run(args, run_dir)  # the lock lasts while this file is open; nothing is created before this
     print(f"--device {device}, --threads {args.threads}; writing to {run_dir}; if stopped: --resume {run_dir}")

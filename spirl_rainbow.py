@@ -1,4 +1,4 @@
-"""SPIRL: learn to play an Atari game in 100,000 steps by looking only at its salient patches.
+r"""SPIRL: learn to play an Atari game in 100,000 steps by looking only at its salient patches.
 
 Jiang & Weng, "Unsupervised Salient Patch Selection for Data-Efficient Reinforcement Learning", ECML 2023, whose tables
 and figures are named below: a masked auto-encoder (MAE) learns to rebuild frames of a random policy. A patch that it
@@ -10,7 +10,7 @@ one-layer Transformer pools them, and Data-Efficient Rainbow picks the action (F
     Another game, with a MAE that is here already:
         python spirl_rainbow.py --env-id ALE/Seaquest-v5 --mae-checkpoint tests/weights/Seaquest.pt
     Watch a trained agent play two games:
-        python spirl_rainbow.py --env-id ALE/MsPacman-v5 --mae-checkpoint tests/weights/MsPacman.pt \\
+        python spirl_rainbow.py --env-id ALE/MsPacman-v5 --mae-checkpoint tests/weights/MsPacman.pt \
             --agent-checkpoint tests/weights/MsPacman_agent.pt --eval-episodes 2 --capture-video
     Go on after a stop:
         python spirl_rainbow.py --resume runs/NAME
@@ -24,7 +24,7 @@ Shape letters, with their values at the paper's sizes:
     N     patches of a frame (144)
     C     values of a patch (192 = 8 x 8 x 3)
     K     patches of a frame that were selected
-    L     the same with padding, as the agent gets them (50 on Frostbite)
+    L     the same with padding, which is max_patches (50 on Frostbite)
     V     visible patches, which the encoder is given (36 in pre-training, 8 in Eq. (3), L for the agent)
     S     frames stacked (4)
     M     3x3 neighbourhoods of patches
@@ -86,7 +86,7 @@ class RunArgs:
 
     env_id: str = "ALE/Frostbite-v5"  # the Atari game; the paper plays Frostbite, MsPacman, Seaquest and BattleZone
     seed: int = 1  # seed of all that is random: weights, masks, games, noise
-    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or the authors' own
+    mae_checkpoint: str | None = None  # skip pre-training: a mae.pt of this game and sizes, or the authors' checkpoint
     agent_checkpoint: str | None = None  # an agent.pt to watch, without training, with its MAE as --mae-checkpoint
     run_name: str = ""  # name of the run's folder in runs/; without one {game}__{script}__{seed}__{time}
     resume: str | None = None  # folder of an unfinished run to go on with; only --device and --threads may change
@@ -166,7 +166,7 @@ class TrainingArgs:
     priority_weight: float = 0.4  # beta, exponent of the importance weights; grows linearly to 1 (Rainbow, Table 1)
     max_episode_frames: int = 108_000  # game frames after which a game is cut off (Table 9)
     eval_episodes: int = 50  # games of an evaluation, each with a seed of its own (Appendix B.3)
-    eval_frequency: int = 0  # steps between evaluations; the best median counts; 0: only one, at the end, its mean
+    eval_frequency: int = 0  # steps between evaluations, the best median counts; 0: one at the end, its mean counts
     eval_epsilon: float = 0.001  # share of random actions in evaluation (the authors' code)
 
 
@@ -244,7 +244,7 @@ def sincos_positions(dim, side):
 class Block(nn.Module):
     """A pre-LN Transformer layer (B, T, D) -> (B, T, D): x' = x + MHSA(LN(x)), z = x' + MLP(LN(x')), without the two
     skips if `residual` is False. The first token is [cls]; no token attends to patches where `present` (B, T-1) is
-    False. `rows` indexes the tokens (B, T) of which z is wanted, by default all; these still attend to every token."""
+    False. z is computed for the tokens x[rows] only, by default all; these still attend to every token."""
 
     def __init__(self, dim, heads, residual=True):
         super().__init__()
@@ -650,9 +650,9 @@ class Replay:
     """Prioritised n-step replay (Schaul et al. 2016) of single frames in a ring, on `device`. A frame is what the agent
     keeps of one screen: pixels, or embeddings of its patches.
 
-    Each step: `append` the new frame, act, and `complete` it with the outcome; after a truncation `append`
-    the game's last frame and `truncate`. A stack is blank (count 0) before the first frame of its life. A slot can be
-    drawn while its priority is above 0: from when its n-step return is known until its stack loses its oldest frame.
+    Each step: `append` the new frame, act, and `complete` it with the outcome; after a truncation `append` the game's
+    last frame and `release_all`. A stack is blank (count 0) before the first frame of its life. A slot can be drawn
+    while its priority is above 0: from when its n-step return is known until its stack loses its oldest frame.
     """
 
     def __init__(self, capacity, frame_shape, dtype, device, frame_stack=4, n_step=20, gamma=0.99, alpha=0.5):
@@ -662,7 +662,7 @@ class Replay:
         self.alpha = alpha
         with torch.device(device):
             self.frames = torch.zeros(capacity, *frame_shape, dtype=dtype)
-            self.counts = torch.zeros(capacity, dtype=torch.int64)  # K, the rest is padding; 1 for a frame stored whole
+            self.counts = torch.zeros(capacity, dtype=torch.int64)  # patches before padding; 1 for a frame stored whole
             self.actions = torch.full((capacity,), -1)  # -1: no action has been taken on this frame
             self.rewards = torch.zeros(capacity)
             self.ended = torch.zeros(capacity, dtype=torch.bool)  # a life or the game ended there
@@ -676,15 +676,15 @@ class Replay:
         self.pending = []  # slots whose n-step return is not known yet, the oldest first
 
     def append(self, frame, count, starts):
-        """Store a frame, (*frame_shape) or (1, *frame_shape), that has `count` patches besides padding. `starts`, a
-        Python bool: it is the first of a life."""
+        """Store a frame, (*frame_shape) or (1, *frame_shape), and its `count`: of patches, or 1 if it is stored
+        whole. `starts`, a Python bool: it is the first of a life."""
         if starts:
             self.life += 1
         slot = self.slot = (self.slot + 1) % self.capacity
 
-        # The new frame overwrites the ring's oldest. The stacks of the next three slots may contain that slot. Those of
-        # the old frame's life now miss it. Those of the new frame's own life, if it has gone once around the ring,
-        # would show the new frame as one before theirs. Neither may be drawn any more.
+        # The new frame overwrites the ring's oldest, which is in the windows of the next three slots. A slot of the old
+        # frame's life now misses it; one of the new frame's life, which has then gone once around the ring, would show
+        # the new frame as an earlier one. Neither may be drawn any more.
         following = (slot - self.stack_offsets[:-1]) % self.capacity  # slot + 3, + 2, + 1 at S = 4
         misses_old = self.life_ids[following] == self.life_ids[slot]
         takes_new = self.life_ids[following] == self.life
@@ -705,10 +705,10 @@ class Replay:
         self.ended[self.slot] = ended
         self.pending.append(self.slot)
         if ended:
-            self.truncate()  # as after a truncation, no return waits for another step
+            self.release_all()
 
-    def truncate(self):
-        """No step will follow the newest frame: the returns of all slots are known."""
+    def release_all(self):
+        """No step of this life will follow: the returns of all pending slots are known."""
         while self.pending:
             self.release_oldest()
 
@@ -718,22 +718,22 @@ class Replay:
 
     def stacks(self, slots):
         """The observations that end in slots (B,): frames (B, S, *frame_shape), oldest first, and counts (B, S). Where
-        a count is 0 the frame is of another life, if of any, and not to be used: the network takes it as blank."""
+        a count is 0 there is no frame, or one of another life: the network takes it as blank."""
         window = (slots[:, None] + self.stack_offsets) % self.capacity  # (B, S)
         same_life = self.life_ids[window] == self.life_ids[slots][:, None]
         return self.frames[window], self.counts[window] * same_life
 
     def sample(self, batch_size, beta, generator):
-        """Slots (B,), drawn in proportion to p**alpha, stratified: one from each of B equal shares of the total, and
-        importance weights (B,) that correct for it: (1 / probability)**beta over the batch's largest. They are nan
-        while no slot can be drawn: store n steps, or one life to its end, first."""
+        """Slots (B,), drawn in proportion to p**alpha (stratified: one from each of B equal shares of the total), and
+        their importance weights (B,): (1 / probability)**beta over the batch's largest. These are nan while no slot
+        can be drawn: store n steps, or one life to its end, first."""
         mass = self.priorities.cumsum(0)  # float64, or 400K additions would lose the small ones
         uniform = torch.rand(batch_size, dtype=torch.float64, device=mass.device, generator=generator)
         points = (uniform + torch.arange(batch_size, device=mass.device)) / batch_size * mass[-1]
-        # For each point, the first slot whose running sum exceeds it.
+        # For each point, the first slot whose running sum exceeds it. By rounding that can be one past the last, hence
+        # the clamp, or one with priority 0: its weight is 0.
         slots = torch.searchsorted(mass, points, right=True).clamp(max=self.capacity - 1)
         # A probability is p_alpha / mass[-1]; mass[-1] cancels when the weights are divided by the largest.
-        # Rounding of the sums can pick a slot with priority 0: its weight is 0.
         p_alpha = self.priorities[slots]
         weights = torch.where(p_alpha > 0, p_alpha**-beta, 0.0)
         return slots, (weights / weights.max()).float()
@@ -753,7 +753,7 @@ class Replay:
         return self.actions[slots], returns, discounts, (slots + steps) % self.capacity
 
     def set_priorities(self, slots, p):
-        """New priorities p (B,), at least 1e-6, of slots (B,); a slot that cannot be drawn stays so."""
+        """New priorities max(p, 1e-6), (B,), of slots (B,); a slot that cannot be drawn stays so."""
         drawable = self.priorities[slots] > 0
         p_alpha = p.double().clamp(min=1e-6) ** self.alpha * drawable
         self.priorities[slots] = p_alpha
@@ -813,16 +813,15 @@ class SalientPatchTransformer(nn.Module):
         self.project = nn.Linear(embed_dim, dim)
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim) * 0.02)
         self.block = Block(dim, heads, residual=False)
-        # PyTorch's initial weights, not `initialize` as in the authors' code: with zero biases a padded row would enter
-        # LayerNorm as exact zeros, where its slope is 1 / sqrt(1e-6) = 1000.
+        # The authors' code calls `initialize` here; we keep PyTorch's initial weights. With zero biases a row of zeros
+        # would enter LayerNorm as exact zeros, where its slope is 1 / sqrt(1e-6) = 1000.
 
     def tokens(self, embeddings, counts):
         """What the layer reads of each frame, [cls] and the L patches (B*S, 1+L, dim), and which patches are not
         padding (B, S, L)."""
         present = torch.arange(embeddings.shape[2], device=counts.device) < counts[..., None]  # (B, S, L)
-        x = embeddings.float() * present[..., None]  # zeros past K, which `stacks` sets to 0 for another life
-        if self.padding == "token":
-            x = x + self.pad * ~present[..., None]
+        blank = self.pad if self.padding == "token" else 0.0  # for the rows past K, which is 0 for another life's frame
+        x = torch.where(present[..., None], embeddings.float(), blank)
         x = self.project(x).flatten(0, 1)  # (B*S, L, dim)
         cls = self.cls_token.expand(len(x), -1, -1)
         return torch.cat([cls, x], 1), present
@@ -833,7 +832,7 @@ class SalientPatchTransformer(nn.Module):
         rows = np.s_[:, :1] if self.pooling == "cls" else np.s_[:, 1:]  # the [cls] row, or the patch rows
         z = self.block(x, attendable, rows).unflatten(0, counts.shape)  # (B, S, 1 or L, dim)
         if self.pooling == "cls":
-            o = z  # (B, S, 1, dim), flattened below like the two others, (B, S, dim)
+            o = z.squeeze(2)  # (B, S, dim)
         elif self.padding == "mask":
             o = (z * present[..., None]).sum(2) / counts.clamp(min=1)[..., None]
         else:
@@ -898,7 +897,7 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
         probabilities = target(*next_states)[batch, best].exp()  # the target network values it; (B, Z)
         target_probs = project_distribution(probabilities, returns, discounts, online.support)
     log_probs = online(*states)[batch, actions]  # (B, Z)
-    kl = (torch.xlogy(target_probs, target_probs) - target_probs * log_probs).sum(1)
+    kl = F.kl_div(log_probs, target_probs, reduction="none").sum(1)
     loss = (importance_weights * kl).mean()
     q = (log_probs.detach().exp() * online.support).sum(1).mean()
     return loss, kl.detach(), q
@@ -906,8 +905,8 @@ def c51_loss(online, target, states, actions, returns, discounts, next_states, i
 
 def learn(args, online, target, optimizer, replay, beta, generator):
     """One update of the online network; returns a dict of 0-dimensional tensors: loss, q_values (mean Q of the
-    actions taken), grad_norm. It does not check that the gradient is finite: each update would wait for the GPU. If
-    once it is not, the weights turn nan, and so do all later gradients: main checks these before it saves."""
+    actions taken), grad_norm. A gradient that is not finite goes unnoticed here, as a check would wait for the GPU. It
+    turns the weights nan, and with them all later gradients, which main checks before it saves."""
     slots, importance_weights = replay.sample(args.batch_size, beta, generator)
     actions, returns, discounts, next_slots = replay.returns(slots)
     states = replay.stacks(slots)
@@ -1014,7 +1013,7 @@ def mark_patches(frame, selected, attended, side):
 
 
 def draw_policy_attention(marked, side, path):
-    """Fig. 6: eight of the steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a PNG."""
+    """Fig. 6 as a PNG: eight steps of the list `marked` of (frame, ids of selected patches, ids of attended ones)."""
     figure = Figure(figsize=(15, 8.2), layout="constrained")
     steps = np.linspace(0, len(marked) - 1, 8, dtype=int)
     for axis, step in zip(figure.subplots(2, 4).flat, steps):
@@ -1022,13 +1021,13 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Outlined: what the agent sees. Yellow: the fewest patches with 60 % of its attention to these")
+    figure.suptitle("Outlined: what the agent sees. Yellow: the fewest with 60 % of its attention to all outlined")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
 
 def save_video(marked, side, path):
-    """All steps `marked`: (frame, ids of the selected patches, ids of the attended ones), as a GIF."""
+    """A GIF of the list `marked` of (frame, ids of selected patches, ids of attended ones)."""
     figure = Figure()
     image = figure.figimage(mark_patches(*marked[0], side), resize=True)  # the figure is the picture, pixel by pixel
     writer = PillowWriter(fps=15)
@@ -1076,7 +1075,7 @@ def mae_sizes(args):
 
 def load_mae(path, mae, args):
     """Load mae.pt, or a checkpoint of facebookresearch/mae or the authors, into `mae` in place; returns the dict in
-    mae.pt, or {} for another's. Exits with status 2 if it does not fit."""
+    mae.pt, or {} for theirs. Exits with status 2 if it does not fit."""
     content = read_checkpoint(path)
     made_for = {"env_id": content.get("env_id", args.env_id)} | content.get("sizes", {})
     for name, value in made_for.items():
@@ -1282,7 +1281,7 @@ if __name__ == "__main__":
     run_mae_path = run_dir / "mae.pt"
     source_path = run_mae_path if args.resume and run_mae_path.exists() else args.mae_checkpoint
     if source_path is not None:
-        saved_mae |= load_mae(source_path, mae, args)  # its own `args` too: how it was made
+        saved_mae |= load_mae(source_path, mae, args)  # the file's `args` too: how it was made
         if max_ratio is None and saved_mae.get("salient_counts", {}).get("lorenz_slope") != args.lorenz_slope:
             fail(f"{source_path} has no counts of salient patches at slope {args.lorenz_slope}; give --max-ratio")
     trained = load_agent(args.agent_checkpoint, args) if args.agent_checkpoint is not None else None
@@ -1391,7 +1390,7 @@ if __name__ == "__main__":
             replay.complete(action, float(np.clip(reward[0], -1, 1)), life_ended)  # Table 9: clipped rewards
             if game_ended and not life_ended:  # cut off: store its last frame, for its returns to bootstrap from
                 replay.append(*preprocess(observation[:, 0]), starts=False)
-                replay.truncate()
+                replay.release_all()
             if game_ended:
                 writer.add_scalar("charts/episodic_return", run.score, step)
                 run.training_scores.append((step, run.score))

@@ -31,7 +31,7 @@ def play(replay, steps, seed):
             replay.complete(action, reward, ended)
         if cut_off:
             append(starts=False)  # the game's last frame, on which no action is taken
-            replay.truncate()
+            replay.release_all()
         life += 1
 
 

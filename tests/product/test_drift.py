@@ -15,7 +15,7 @@ DIFFERENT = {"check_args", "attended_patches"}
 # How many lines only spirl_rainbow.py has, and how many only spirl_baselines.py: a changed line is one more in each.
 LINES_APART = {
     "make_envs": (6, 8),  # DE-Rainbow sees grey frames of 84 x 84
-    "main": (56, 46),  # what is pre-trained and seen, the cache of errors, what is marked, an agent to watch
+    "main": (57, 47),  # what is pre-trained and seen, the cache of errors, what is marked, an agent to watch
 }
 SOURCES = {script: (ROOT / script).read_text() for script in SCRIPTS}
 

@@ -179,7 +179,7 @@ def oracle_run(args, mae, max_patches):
         replay.complete(action, min(float(reward[0]), 1.0), life_lost)
         if game_over and not life_lost:
             store(starts=False)
-            replay.truncate()
+            replay.release_all()
         if game_over:
             scores.append((step, score))
             score, length = 0.0, 0
