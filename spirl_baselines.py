@@ -852,7 +852,7 @@ def draw_policy_attention(marked, side, path):
         axis.imshow(mark_patches(frame, selected, attended, side))
         axis.set_title(f"step {step}: K = {len(selected)}, {len(attended)} of them yellow")
         axis.axis("off")
-    figure.suptitle("Outlined: what the agent sees. Yellow: the fewest with 60 % of its attention to all outlined")
+    figure.suptitle("Outlined: the patches the agent sees. Yellow: the fewest that get 60 % of its attention to them")
     with atomic(path) as temporary:
         figure.savefig(temporary)
 
