@@ -265,7 +265,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code (there a convolution keeps its own bias)."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (whose convolution keeps PyTorch's biases)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)

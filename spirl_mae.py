@@ -228,7 +228,7 @@ def normalize_patches(patches):
 
 
 def initialize(layer):
-    """Xavier-uniform weights and zero biases, as in the authors' code (there a convolution keeps its own bias)."""
+    """Xavier-uniform weights and zero biases, as in the authors' code (whose convolution keeps PyTorch's biases)."""
     if isinstance(layer, nn.Linear | nn.Conv2d):
         nn.init.xavier_uniform_(layer.weight.flatten(1))  # in place; a convolution as a linear map of its patches
         nn.init.zeros_(layer.bias)
@@ -476,7 +476,8 @@ class ErrorMapCache:
     By Eq. (3) a patch's error depends only on its place and on the pixels of the 3x3 patches around it, and most of an
     Atari frame has been seen before. So each neighbourhood goes through the MAE once; after that its error is looked
     up in a dict, by (place, pixels). The keys are 64-bit hashes: the odds that any two of four million neighbourhoods
-    share one are below one in a million. At most `capacity` errors are kept (180 bytes each), the newest.
+    share one are below one in a million. At most `capacity` errors are kept (180 bytes each), the newest. Once the MAE
+    is trained further or moved to another device, make a new cache.
     """
 
     def __init__(self, mae, capacity=2**22):
@@ -541,7 +542,7 @@ def select_salient_patches(errors, max_patches, lorenz_slope=0.5):
       3. Take the i whose slope is closest to lorenz_slope, the smallest among equals.
       4. Keep the K = N - i patches with the largest errors, at most max_patches; K = 1 where all errors are equal.
     In short: it keeps the patches whose error is above lorenz_slope times the frame's mean error, and up to two more
-    (more only where errors are equal); at most max_patches, and never all N.
+    (more only where errors are equal); 2 to N - 1 of them, then at most max_patches.
     Example: of the errors 1 10 1 2 1 1 (max_patches 6, slope 1/2) v is 1 1 1 1 2 10 sixteenths, the slopes are 6 6 9 36
     sixteenths, and 9 comes closest to 8: i = 3, K = 3, patches 1, 3, 0.
     N is at least 3; raises ValueError unless 1 <= max_patches <= N.
@@ -981,7 +982,7 @@ if __name__ == "__main__":
         f"{args.env_id}: how many patches are salient in {len(counts):,} frames of random play?\n"
         "The maximal ratio is the largest share of a frame that the agent may see.\n"
         "mr* is the smallest one, in steps of 5 %, at which more than\n"
-        f"{100 * args.coverage:g} % of the frames lose no salient patch."
+        f"{100 * args.coverage:g} % of the frames lose no salient patch (95 % if there is none)."
     )
     figures = {
         "mae_reconstruction": draw_reconstruction(mae, examples[1::3]),
